@@ -1,0 +1,248 @@
+"""RadioModel: pixels in, summary and features out. The whole flow is here: rows -> embeddings -> encoder -> output."""
+
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import inputs, ops
+from .config import RadioConfig
+from .inputs import Frames, Inputs
+from .layers import Encoder, InputConditioner, PatchEmbeddings
+from .packing import Item, Packing
+
+
+@dataclass
+class RadioOutput:
+    """`summary, features = output`; also `output["backbone"]` and `output[adaptor]`, as the reference's dict.
+
+    summary: (S, k * C), the selected class tokens of each sequence, end to end. features: patch tokens, (S, N, C) for a
+    dense batch, (P, C) or (1, P, C) packed, as `feature_fmt="NCHW"` (S, C, h, w) or a list of (C, h, w).
+    last_hidden_state: all tokens, (S, L, C) dense or (T, C) packed. grid: (h, w) in patches, (t, h, w) for a video, a list of
+    (h, w) packed.
+    """
+
+    summary: Tensor
+    features: Tensor | list[Tensor]
+    last_hidden_state: Tensor
+    packing: Packing
+    grid: tuple[int, ...] | list[tuple[int, int]]
+    summary_idxs: tuple[int, ...]
+    adaptors: dict[str, "RadioOutput"] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.summary, self.features))
+
+    def __getitem__(self, key: int | str) -> Any:
+        if isinstance(key, int):
+            return (self.summary, self.features)[key]
+        if key == "backbone":
+            return self
+        if key not in self.adaptors:
+            raise KeyError(f"no output {key!r}: there are {['backbone', *self.adaptors]}")
+        return self.adaptors[key]
+
+    def split(self) -> list["RadioOutput"]:
+        """One output for each thing the caller passed: an image is (k * C,) and (N, C), a video (t, k * C), (t, N, C)."""
+        stream = self.last_hidden_state.reshape(self.packing.tokens, -1)
+        starts = self.packing.cu_seqlens_cpu.tolist()
+        return [self._item(stream, starts[item.first], item) for item in self.packing.items]
+
+    def _item(self, stream: Tensor, start: int, item: Item) -> "RadioOutput":
+        grid, prefix = self.packing.grids[item.first], self.packing.prefix
+        length = self.packing.lengths[item.first]
+        tokens = stream[start : start + item.count * length].unflatten(0, (item.count, length))
+        summary, features = tokens[:, list(self.summary_idxs)].flatten(1), tokens[:, prefix:]
+        packing = Packing([grid] * item.count, prefix=prefix, items=[Item(0, item.count, item.is_video)])
+        if item.is_video:
+            return RadioOutput(summary, features, tokens, packing, (item.count, *grid), self.summary_idxs)
+        return RadioOutput(summary[0], features[0], tokens[0], packing, grid, self.summary_idxs)
+
+
+class RadioModel(nn.Module):
+    """A RADIO tower. `RadioModel(config)` has random weights; `from_pretrained` reads a checkpoint.
+
+    Args: `dtype` of the parameters; `residual_dtype`, of the stream between blocks and of the output: None is that of the
+    parameters, torch.float32 halves the error of a bf16 model.
+    """
+
+    def __init__(
+        self,
+        config: RadioConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        residual_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.residual_dtype = residual_dtype
+        self.normalizes = True
+        self.load_report: Any = None
+        with torch.device(device):
+            self.input_conditioner = InputConditioner(config)
+            self.embeddings = PatchEmbeddings(config)
+            self.encoder = Encoder(config)
+            self.register_buffer("summary_idxs", torch.tensor(self.summary_positions, dtype=torch.int64))
+        self.to(dtype)
+        if torch.device(device).type != "meta":
+            self._init_weights()
+
+    @property
+    def summary_positions(self) -> tuple[int, ...]:
+        """Class tokens that make up the summary, in order."""
+        idxs = self.config.summary_idxs
+        return tuple(range(self.config.num_cls_tokens)) if idxs is None else idxs
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.embeddings.position_embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters."""
+        return self.embeddings.position_embedding.dtype
+
+    @classmethod
+    def from_pretrained(cls, source: str | os.PathLike, **options: Any) -> "RadioModel":
+        """Load a folder or a file: see `radio_triton.checkpoint.load_model` for options, layouts and errors."""
+        from . import checkpoint
+
+        return checkpoint.load_model(cls, source, **options)
+
+    def load_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Stream (name, tensor) pairs of any known layout into this model; returns the parameters that were set."""
+        from . import checkpoint
+
+        return checkpoint.load_weights(self, pairs)
+
+    def forward(
+        self,
+        x: Tensor | list[Tensor],
+        *,
+        imgs_sizes: Any = None,
+        image_grid_hw: Any = None,
+        num_frames: int | None = None,
+        feature_fmt: str = "NLC",
+    ) -> RadioOutput:
+        """Encode one of these; every other input is a ValueError or TypeError that says what is accepted.
+
+        x: images (B, c, H, W), float in [0, 1] or uint8; a list of (c, H, W) of any sizes; packed patches (P, c * p^2) or
+        (1, P, c * p^2), rows in the order (c, y, x), with `imgs_sizes` [(H, W)] in pixels or `image_grid_hw` (n, 2) in
+        patches; one video (F, c, H, W) with `num_frames=F`; stacked tubelets (B, K * c, H, W), frame-major.
+        feature_fmt: "NLC" or "NCHW".
+        """
+        if feature_fmt not in ("NLC", "NCHW"):
+            raise ValueError(f'feature_fmt is "NLC" or "NCHW", got {feature_fmt!r}')
+        request = inputs.read(self.config, x, imgs_sizes, image_grid_hw, num_frames)
+        stream, packing = self._encode(request)
+        return self._output(stream, packing, request.form, feature_fmt)
+
+    def encode(self, items: list[Tensor]) -> list[RadioOutput]:
+        """Any mix of images (c, H, W) and videos (F, c, H, W), in one packed pass: one output for each, in order."""
+        request = inputs.read_items(self.config, items)
+        stream, packing = self._encode(request)
+        return self._output(stream, packing, "packed", "NLC").split()
+
+    def _encode(self, request: Inputs) -> tuple[Tensor, Packing]:
+        packing = Packing(
+            request.image_grids,
+            request.tubelet_grids,
+            prefix=self.config.num_prefix_tokens,
+            items=request.items,
+            device=self.device,
+        )
+        image_rows = self._patch_rows(request.images, 1)
+        video_rows = self._patch_rows(request.videos, self.config.video_temporal_patch_size)
+        x = self.embeddings(image_rows, video_rows, packing, self.residual_dtype or self.dtype)
+        sequences = ops.prepare(packing)
+        mark_dynamic(x, *sequences)
+        return self.encoder(x, sequences), packing
+
+    def _patch_rows(self, frames: Frames | None, tubelet: int) -> Tensor | None:
+        if frames is None:
+            return None
+        first = frames if isinstance(frames, Tensor) else frames[0]
+        if first.device != self.device:
+            raise ValueError(f"the pixels are on {first.device}, the model on {self.device}: move one with .to()")
+        if self.normalizes:
+            warn_if_normalized(frames)
+        elif first.dtype == torch.uint8:
+            raise ValueError("normalisation is external (make_preprocessor_external): pass normalised floats, not uint8")
+        mean, std = (self.input_conditioner.norm_mean.flatten(), self.input_conditioner.norm_std.flatten())
+        statistics = (mean, std) if self.normalizes else (None, None)
+        return ops.patchify(frames, *statistics, self.config.patch_size, tubelet, self.dtype)
+
+    def _output(self, stream: Tensor, packing: Packing, form: str, feature_fmt: str) -> RadioOutput:
+        positions, prefix, grids = self.summary_positions, packing.prefix, packing.grids
+        if form == "dense":
+            tokens = stream.unflatten(0, (len(packing), -1))
+            summary, features = tokens[:, list(positions)].flatten(1), tokens[:, prefix:]
+            item = packing.items[0]
+            grid = (item.count, *grids[0]) if item.is_video and len(packing.items) == 1 else grids[0]
+            if feature_fmt == "NCHW":
+                features = features.unflatten(1, grids[0]).permute(0, 3, 1, 2)
+            return RadioOutput(summary, features, tokens, packing, grid, positions)
+        summary = stream[packing.token_rows(positions)].view(len(packing), -1)
+        features = stream[packing.patch_rows]
+        if feature_fmt == "NCHW":
+            parts = features.split([h * w for h, w in grids])
+            maps = [part.unflatten(0, grid).permute(2, 0, 1) for part, grid in zip(parts, grids, strict=True)]
+            return RadioOutput(summary, maps, stream, packing, grids, positions)
+        if form == "packed_batch":
+            features = features[None]
+        return RadioOutput(summary, features, stream, packing, grids, positions)
+
+    def get_nearest_supported_resolution(self, height: int, width: int) -> tuple[int, int]:
+        """The (height, width) nearest to this that the model takes."""
+        return inputs.nearest_resolution(self.config.patch_size, height, width)
+
+    def make_preprocessor_external(self) -> InputConditioner:
+        """Stop normalising: pixels are from now on passed normalised. Returns the module that does it, its statistics kept."""
+        self.normalizes = False
+        return self.input_conditioner
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding module, under Transformers' name."""
+        return self.embeddings
+
+    @torch.no_grad()
+    def _init_weights(self) -> None:
+        """Positions and prefix tokens as in the reference (normal, std 0.02); dummy heads zero, so they change nothing."""
+        nn.init.trunc_normal_(self.embeddings.position_embedding, std=0.02)
+        nn.init.trunc_normal_(self.embeddings.cls_register_token, std=0.02)
+        width = self.config.hidden_size
+        for layer in self.encoder.layer if self.config.num_dummy_heads else ():
+            attention = layer.attention
+            attention.qkv.weight.unflatten(0, (3, -1))[:, width:] = 0
+            if attention.qkv.bias is not None:
+                attention.qkv.bias.unflatten(0, (3, -1))[:, width:] = 0
+            attention.proj.weight[:, width:] = 0
+
+
+def mark_dynamic(*tensors: Any) -> None:
+    """Tell torch.compile, where it is in use, that first dimensions vary: one compilation serves every count."""
+    if "torch._dynamo" in sys.modules:
+        for x in tensors:
+            if isinstance(x, Tensor):
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+
+
+def warn_if_normalized(frames: Frames) -> None:
+    """Warn where float pixels lie outside [-0.2, 1.2]. On the CPU only: elsewhere the look would wait for the device."""
+    first = frames if isinstance(frames, Tensor) else frames[0]
+    if first.device.type != "cpu" or not first.is_floating_point() or torch.compiler.is_compiling():
+        return
+    low, high = (x.item() for x in first.detach().aminmax())
+    if low < -0.2 or high > 1.2:
+        warnings.warn(
+            f"pixels range from {low:.3g} to {high:.3g}, which looks normalised already (or 0 to 255 as floats), and the "
+            "model normalises pixels in [0, 1] itself: divide by 255, or call make_preprocessor_external() first",
+            stacklevel=5,
+        )
