@@ -49,6 +49,12 @@ def runs(values: Iterable[Value]) -> list[tuple[int, Value]]:
     return [(len(list(group)), value) for value, group in groupby(values)]
 
 
+def require_floating(name: str, x: Tensor) -> None:
+    """Integers would compute something, and round it away."""
+    if not x.is_floating_point():
+        raise ValueError(f"{name} needs floating point tensors, got {x.dtype}")
+
+
 def overload(name: str) -> Any:
     """The callable of a registered op, without the cost of resolving its overload at each call."""
     return getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -107,27 +113,29 @@ def define_inplace(
     library.impl(name, guarded, "Autograd")
 
 
-def define_differentiable(
-    schema: str, eager: Callable, fake: Callable, check: Callable | None = None, cuda: Callable | None = None
-) -> None:
-    """Register an op whose backward recomputes `eager` under autograd.
-
-    The backward is an op of its own, `<name>_backward(grads, needs, *inputs)`, which returns the gradients of
-    those inputs whose `needs` is true. `torch.compile` never traces into it: eager code may read host sizes.
-    """
-    define(schema, eager, fake, check, cuda)
-    name, rest = schema.split("(", 1)
-    arguments = rest.split(") ->")[0]
+def _define_backward(name: str, arguments: str, eager: Callable) -> Any:
+    """Register `<name>_backward(grads, needs, *inputs)`: the gradients of those inputs whose `needs` is true."""
 
     def backward_eager(grads: Sequence[Tensor], needs: Sequence[bool], *inputs: Any) -> list[Tensor]:
         flat, spec = tree_flatten(inputs)
-        with torch.enable_grad():
+        key, exclude = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
+        # a dispatch mode, such as a flop counter, calls this with autograd switched off
+        autograd, views = exclude(key.AutogradFunctionality, False), exclude(key.ADInplaceOrView, False)
+        with autograd, views, torch.enable_grad():
             flat = [x.detach().requires_grad_() if need else x for x, need in zip(flat, needs, strict=True)]
             outputs = eager(*tree_unflatten(flat, spec))
-        wanted = [x for x, need in zip(flat, needs, strict=True) if need]
-        found = torch.autograd.grad(outputs, wanted, list(grads), allow_unused=True)
+            outputs = [outputs] if isinstance(outputs, Tensor) else outputs
+            wanted = [x for x, need in zip(flat, needs, strict=True) if need]
+            # an output that none of `wanted` reaches has no graph
+            reached = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
+            found = torch.autograd.grad(
+                [out for out, _ in reached], wanted, [grad for _, grad in reached], allow_unused=True
+            )
+        # copies: autograd may return one tensor for two inputs, or the incoming gradient itself
         return [
-            torch.zeros(x.shape, dtype=x.dtype, device=x.device) if grad is None else grad.contiguous()
+            torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+            if grad is None
+            else grad.clone(memory_format=torch.contiguous_format)
             for x, grad in zip(wanted, found, strict=True)
         ]
 
@@ -137,6 +145,29 @@ def define_differentiable(
     schema = f"{name}_backward(Tensor[] grads, bool[] needs, {arguments}) -> Tensor[]"
     define(schema, backward_eager, backward_fake)
     backward_op = overload(f"{name}_backward")
+
+    def first_order(grads: Sequence[Tensor], needs: Sequence[bool], *inputs: Any) -> list[Tensor]:
+        tensors = [x for x in (*grads, *tree_flatten(inputs)[0]) if isinstance(x, Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            raise RuntimeError(f"{name} has no second derivative: take the first without create_graph=True")
+        with torch._C._AutoDispatchBelowAutograd():
+            return backward_op(grads, needs, *inputs)
+
+    library.impl(f"{name}_backward", first_order, "Autograd")
+    return backward_op
+
+
+def define_differentiable(
+    schema: str, eager: Callable, fake: Callable, check: Callable | None = None, cuda: Callable | None = None
+) -> None:
+    """Register an op whose backward recomputes `eager` under autograd.
+
+    The backward is an op of its own, so that `torch.compile` never traces into it: eager code may read sizes on
+    the host.
+    """
+    define(schema, eager, fake, check, cuda)
+    name, rest = schema.split("(", 1)
+    backward_op = _define_backward(name, rest.split(") ->")[0], eager)
 
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         flat, ctx.spec = tree_flatten(inputs)

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._common import define_differentiable, define_inplace
+from ._common import define_differentiable, define_inplace, require_floating
 
 
 def gelu_eager(x: Tensor) -> Tensor:
     """Exact GELU."""
-    return F.gelu(x)
+    return F.gelu(x).contiguous()
 
 
 def gelu_inplace_eager(x: Tensor) -> None:
@@ -29,7 +29,7 @@ def swiglu_eager(x: Tensor) -> Tensor:
     """silu of the first half of each row, times the second half."""
     gate, up = x.chunk(2, dim=-1)
     wide = torch.promote_types(x.dtype, torch.float32)
-    return (F.silu(gate.to(wide)) * up.to(wide)).to(x.dtype)
+    return (F.silu(gate.to(wide)) * up.to(wide)).to(x.dtype).contiguous()
 
 
 def swiglu_inplace_eager(x: Tensor) -> None:
@@ -37,7 +37,12 @@ def swiglu_inplace_eager(x: Tensor) -> None:
     x.chunk(2, dim=-1)[0].copy_(swiglu_eager(x))
 
 
+def _check_gelu(x: Tensor) -> None:
+    require_floating("gelu", x)
+
+
 def _check_swiglu(x: Tensor) -> None:
+    require_floating("swiglu", x)
     if x.ndim != 2 or x.shape[1] % 2:
         raise ValueError(f"swiglu needs x (T, 2 I), got {tuple(x.shape)}")
 
@@ -46,8 +51,8 @@ def _contiguous_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-define_differentiable("gelu(Tensor x) -> Tensor", gelu_eager, _contiguous_like)
-define_inplace("gelu_(Tensor(a!) x) -> ()", gelu_inplace_eager, lambda x: None)
+define_differentiable("gelu(Tensor x) -> Tensor", gelu_eager, _contiguous_like, _check_gelu)
+define_inplace("gelu_(Tensor(a!) x) -> ()", gelu_inplace_eager, lambda x: None, _check_gelu)
 define_differentiable(
     "swiglu(Tensor x) -> Tensor", swiglu_eager, lambda x: x.new_empty(x.shape[0], x.shape[1] // 2), _check_swiglu
 )

@@ -80,6 +80,10 @@ def _check_list(
         raise ValueError("patchify_list needs at least one video")
     for frames in videos:
         _check(frames, mean, std, patch_size, tubelet, dtype)
+        if frames.shape[1] != videos[0].shape[1]:
+            raise ValueError(
+                f"patchify_list needs videos of as many channels, got {videos[0].shape[1]} and {frames.shape[1]}"
+            )
         if (frames.dtype, frames.device) != (videos[0].dtype, videos[0].device):
             raise ValueError(
                 f"patchify_list needs one dtype and device, got {videos[0].dtype} on {videos[0].device} "

@@ -18,7 +18,7 @@ Cost: T * C written, P * C read, the table read once from memory; 8 FLOPs for ea
 import torch
 from torch import Tensor
 
-from ._common import define_differentiable, runs
+from ._common import define_differentiable, require_floating, runs
 
 
 def axis_taps(
@@ -113,6 +113,7 @@ def _check(
     align_corners: bool,
     dtype: torch.dtype,
 ) -> None:
+    require_floating("embed_tokens", patches)
     width = patches.shape[-1]
     if patches.ndim != 2 or prefix.shape[1:] != (width,) or table.ndim != 3 or table.shape[2] != width:
         raise ValueError(

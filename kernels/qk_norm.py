@@ -11,7 +11,7 @@ Cost: 4 * T * H * D elements read or written (2 read, 2 written), about 4 FLOPs 
 import torch
 from torch import Tensor
 
-from ._common import define_differentiable, define_inplace
+from ._common import define_differentiable, define_inplace, require_floating
 
 
 def _normalized(x: Tensor, weight: Tensor, eps: float, embed_dim: int) -> Tensor:
@@ -44,6 +44,7 @@ def _fake_inplace(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, e
 
 
 def _check(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, embed_dim: int) -> None:
+    require_floating("qk_rms_norm", qkv)
     if qkv.ndim != 4 or qkv.shape[1] != 3:
         raise ValueError(f"qk_rms_norm needs the packed buffer (T, 3, H, D), got {tuple(qkv.shape)}")
     width = qkv.shape[2] * qkv.shape[3]

@@ -14,22 +14,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._common import define_differentiable, define_inplace
+from ._common import define_differentiable, define_inplace, require_floating
 
 
 def layer_norm_eager(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """LayerNorm over the last dimension, statistics in at least fp32, result in `dtype`."""
     # torch keeps the statistics of bf16 and fp16 in fp32 itself, where input and weights share a dtype
+    if not x.dtype == weight.dtype == dtype:
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
     return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype), eps).to(dtype)
 
 
 def layerscale_residual_eager(x: Tensor, y: Tensor, scale: Tensor | None) -> Tensor:
     """x + scale * y in the dtype of x."""
     if scale is None:
-        return x + y.to(x.dtype)
-    if x.dtype == y.dtype == scale.dtype == torch.float32 or x.dtype == torch.float64:
-        return torch.addcmul(x, y, scale)
-    return (x.float() + scale.float() * y.float()).to(x.dtype)
+        total = x + y
+    elif x.dtype == y.dtype == scale.dtype == torch.float32 or x.dtype == torch.float64:
+        total = torch.addcmul(x, y, scale)
+    else:
+        total = torch.addcmul(x.float(), y.float(), scale.float())
+    return total.to(x.dtype).contiguous()
 
 
 def layerscale_residual_inplace_eager(x: Tensor, y: Tensor, scale: Tensor | None) -> None:
@@ -63,6 +67,7 @@ def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _check_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> None:
+    require_floating("LayerNorm", x)
     if x.ndim != 2 or weight.shape != x.shape[1:] or bias.shape != x.shape[1:]:
         raise ValueError(
             f"LayerNorm needs x (T, C) with weight and bias (C,), got {tuple(x.shape)}, {tuple(weight.shape)} "
@@ -71,6 +76,7 @@ def _check_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torc
 
 
 def _check_residual(x: Tensor, y: Tensor, scale: Tensor | None, *norm: object) -> None:
+    require_floating("layerscale_residual", x)
     if x.ndim != 2 or x.shape != y.shape or x.device != y.device:
         raise ValueError(
             f"layerscale_residual needs x and y (T, C) on one device, got {tuple(x.shape)} on {x.device} "
