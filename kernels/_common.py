@@ -55,6 +55,19 @@ def require_floating(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} needs floating point tensors, got {x.dtype}")
 
 
+def require_rows(name: str, **tensors: Tensor | None) -> None:
+    """A kernel reads rows in place: refuse, rather than copy, a tensor whose last dimension is strided."""
+    devices = {str(x.device) for x in tensors.values() if x is not None}
+    if len(devices) > 1:
+        raise ValueError(f"{name} needs its tensors on one device, got {', '.join(sorted(devices))}")
+    for label, x in tensors.items():
+        if x is not None and x.ndim and x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise ValueError(
+                f"{name} needs a contiguous last dimension, so a last stride of 1: {label} {tuple(x.shape)} has "
+                f"strides {x.stride()}"
+            )
+
+
 def overload(name: str) -> Any:
     """The callable of a registered op, without the cost of resolving its overload at each call."""
     return getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -114,7 +127,7 @@ def define_inplace(
 
 
 def _define_backward(name: str, arguments: str, eager: Callable) -> Any:
-    """Register `<name>_backward(grads, needs, *inputs)`: the gradients of those inputs whose `needs` is true."""
+    """Register `<name>_backward(grads, needs, *inputs)`: the gradients of inputs whose `needs` is true."""
 
     def backward_eager(grads: Sequence[Tensor], needs: Sequence[bool], *inputs: Any) -> list[Tensor]:
         flat, spec = tree_flatten(inputs)
@@ -146,15 +159,21 @@ def _define_backward(name: str, arguments: str, eager: Callable) -> Any:
     define(schema, backward_eager, backward_fake)
     backward_op = overload(f"{name}_backward")
 
-    def first_order(grads: Sequence[Tensor], needs: Sequence[bool], *inputs: Any) -> list[Tensor]:
+    library.impl(f"{name}_backward", _first_order(name, backward_op), "Autograd")
+    return backward_op
+
+
+def _first_order(name: str, backward_op: Any) -> Callable:
+    """The backward op, which refuses to be differentiated: its gradients would silently lack terms."""
+
+    def call(grads: Sequence[Tensor], needs: Sequence[bool], *inputs: Any) -> list[Tensor]:
         tensors = [x for x in (*grads, *tree_flatten(inputs)[0]) if isinstance(x, Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             raise RuntimeError(f"{name} has no second derivative: take the first without create_graph=True")
         with torch._C._AutoDispatchBelowAutograd():
             return backward_op(grads, needs, *inputs)
 
-    library.impl(f"{name}_backward", first_order, "Autograd")
-    return backward_op
+    return call
 
 
 def define_differentiable(
@@ -162,8 +181,8 @@ def define_differentiable(
 ) -> None:
     """Register an op whose backward recomputes `eager` under autograd.
 
-    The backward is an op of its own, so that `torch.compile` never traces into it: eager code may read sizes on
-    the host.
+    The backward is an op of its own, and `torch.compile` never traces into it: eager code may read host
+    sizes.
     """
     define(schema, eager, fake, check, cuda)
     name, rest = schema.split("(", 1)

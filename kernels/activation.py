@@ -3,16 +3,30 @@
     gelu(x)   = x * Phi(x) = x / 2 * (1 + erf(x / sqrt 2))     not the tanh form, which is off by up to 4.7e-4
     swiglu(x) = silu(x[:, :I]) * x[:, I:]                      silu(a) = a / (1 + exp(-a))
 
-Shapes: x (T, I) for gelu, (T, 2 I) for swiglu, whose result is (T, I); in place it is the first half of each row.
-dtypes: bf16, fp16, fp32; computed in fp32, one rounding at the end.
+Shapes: x (T, I) for gelu, (T, 2 I) for swiglu, whose result is (T, I); in place it is the first half of each
+row. dtypes: bf16, fp16, fp32; computed in fp32, one rounding at the end.
 Cost: gelu reads and writes T * I elements; swiglu reads 2 T * I and writes T * I.
+
+erf takes 34 instructions a channel; Abramowitz and Stegun's 7.1.28, whose error in gelu is at most 6e-7, takes
+17. Rounded to bf16 both differ from the rounded exact result for 0.4 % of all inputs, so bf16 takes the cheap
+form; fp16 (0.9 % against 1.1 %) and fp32 show the difference and take erf.
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._common import define_differentiable, define_inplace, require_floating
+from ._common import (
+    define_differentiable,
+    define_inplace,
+    on_device,
+    require_floating,
+    require_rows,
+    tl,
+    triton,
+)
 
 
 def gelu_eager(x: Tensor) -> Tensor:
@@ -37,6 +51,54 @@ def swiglu_inplace_eager(x: Tensor) -> None:
     x.chunk(2, dim=-1)[0].copy_(swiglu_eager(x))
 
 
+@triton.jit
+def _cheap_gelu(b_x):
+    """x Phi(x) = max(x, 0) - |x| / 2 * erfc(|x| / sqrt 2), with erfc(z) = (1 + a1 z + ... + a6 z^6)^-16."""
+    b_z = tl.abs(b_x) * 0.7071067811865476
+    b_p = b_z * 0.0000430638 + 0.0002765672
+    b_p = b_p * b_z + 0.0001520143
+    b_p = b_p * b_z + 0.0092705272
+    b_p = b_p * b_z + 0.0422820123
+    b_p = b_p * b_z + 0.0705230784
+    b_p = b_p * b_z + 1
+    b_p *= b_p
+    b_p *= b_p
+    b_p *= b_p
+    b_p *= b_p
+    return tl.maximum(b_x, 0.0) - 0.5 * tl.abs(b_x) / b_p
+
+
+@triton.jit
+def _kernel(x, x_t, out, out_t, C, GATED: tl.constexpr, CHEAP: tl.constexpr, BLOCK: tl.constexpr):
+    """One block of the channels of one row: gelu(x), or silu(x) times the channel C further on."""
+    blocks = tl.cdiv(C, BLOCK)
+    i_t = (tl.program_id(0) // blocks).to(tl.int64)
+    o_i = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    m_i = o_i < C
+    b_x = tl.load(x + i_t * x_t + o_i, mask=m_i, other=0.0).to(tl.float32)
+    if GATED:
+        b_up = tl.load(x + i_t * x_t + C + o_i, mask=m_i, other=0.0).to(tl.float32)
+        b_y = b_x / (1 + tl.exp(-b_x)) * b_up
+    elif CHEAP:
+        b_y = _cheap_gelu(b_x)
+    else:
+        b_y = 0.5 * b_x * (1 + tl.erf(b_x * 0.7071067811865476))
+    tl.store(out + i_t * out_t + o_i, b_y.to(out.dtype.element_ty), mask=m_i)
+
+
+class Config(NamedTuple):
+    """A program has `block` channels of one row."""
+
+    block: int
+    num_warps: int
+
+
+def _config(channels: int) -> Config:
+    """8 channels a thread: loads of 16 bytes in bf16, two of them in fp32."""
+    block = min(1024, max(triton.next_power_of_2(channels), 32))
+    return Config(block, max(block // 256, 1))
+
+
 def _check_gelu(x: Tensor) -> None:
     require_floating("gelu", x)
 
@@ -51,9 +113,63 @@ def _contiguous_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-define_differentiable("gelu(Tensor x) -> Tensor", gelu_eager, _contiguous_like, _check_gelu)
-define_inplace("gelu_(Tensor(a!) x) -> ()", gelu_inplace_eager, lambda x: None, _check_gelu)
-define_differentiable(
-    "swiglu(Tensor x) -> Tensor", swiglu_eager, lambda x: x.new_empty(x.shape[0], x.shape[1] // 2), _check_swiglu
+def _launch(x: Tensor, out: Tensor, gated: bool) -> None:
+    tokens, channels = out.shape
+    if not out.numel():
+        return
+    require_rows("swiglu" if gated else "gelu", x=x, out=out)
+    config = _config(channels)
+    with on_device(x):
+        _kernel[(tokens * triton.cdiv(channels, config.block),)](
+            *(x, x.stride(0), out, out.stride(0), channels),
+            GATED=gated,
+            CHEAP=x.dtype == torch.bfloat16,
+            BLOCK=config.block,
+            num_warps=config.num_warps,
+            enable_fp_fusion=True,
+        )
+
+
+def gelu_into(x: Tensor, out: Tensor) -> None:
+    """The kernel knows rows: any other shape is viewed as (T, I)."""
+    _launch(x.view(-1, x.shape[-1]), out.view(-1, x.shape[-1]), gated=False)
+
+
+def gelu_triton(x: Tensor) -> Tensor:
+    """GELU in new memory."""
+    out = _contiguous_like(x)
+    gelu_into(x, out)
+    return out
+
+
+def gelu_inplace_triton(x: Tensor) -> None:
+    """GELU written over x."""
+    gelu_into(x, x)
+
+
+def swiglu_triton(x: Tensor) -> Tensor:
+    """SwiGLU in new memory (T, I)."""
+    out = x.new_empty(x.shape[0], x.shape[1] // 2)
+    _launch(x, out, gated=True)
+    return out
+
+
+def swiglu_inplace_triton(x: Tensor) -> None:
+    """SwiGLU written over the first half of each row."""
+    _launch(x, x.chunk(2, dim=-1)[0], gated=True)
+
+
+define_differentiable("gelu(Tensor x) -> Tensor", gelu_eager, _contiguous_like, _check_gelu, gelu_triton)
+define_inplace(
+    "gelu_(Tensor(a!) x) -> ()", gelu_inplace_eager, lambda x: None, _check_gelu, gelu_inplace_triton
 )
-define_inplace("swiglu_(Tensor(a!) x) -> ()", swiglu_inplace_eager, lambda x: None, _check_swiglu)
+define_differentiable(
+    "swiglu(Tensor x) -> Tensor",
+    swiglu_eager,
+    lambda x: x.new_empty(x.shape[0], x.shape[1] // 2),
+    _check_swiglu,
+    swiglu_triton,
+)
+define_inplace(
+    "swiglu_(Tensor(a!) x) -> ()", swiglu_inplace_eager, lambda x: None, _check_swiglu, swiglu_inplace_triton
+)

@@ -12,7 +12,7 @@ Cost, L tokens in a sequence: 4 * sum(L^2) * H * D FLOPs; 4 * T * H * D elements
 
 from collections.abc import Iterable
 from math import e, gcd, log2
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -77,31 +77,32 @@ def _load(x, count, stride, D: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.cons
 
 
 @triton.jit
-def _load_mapped(maps, row, i_h, D: tl.constexpr):
+def _load_mapped(wide, tail, row, i_h):
     """The block that begins at token `row`, by TMA; the hardware gives zeros from column D on."""
-    blocks: tl.tuple = ()
-    for i in tl.static_range(len(maps)):
-        if maps[i] is not None:
-            b_x = maps[i].load([row, i_h, D // (2 * maps[i].block_shape[2]) * (2 * maps[i].block_shape[2])])
-            blocks += (b_x.reshape(b_x.shape[0], b_x.shape[2]),)
+    b_wide = wide.load([row, i_h, 0])
+    blocks: tl.tuple = (b_wide.reshape(b_wide.shape[0], b_wide.shape[2]),)
+    if tail is not None:
+        b_tail = tail.load([row, i_h, b_wide.shape[2]])
+        blocks += (b_tail.reshape(b_tail.shape[0], b_tail.shape[2]),)
     return blocks
 
 
 @triton.jit
-def _step(b_q, b_k, b_v, b_acc, b_max, b_sum, scale, m_n, MASKED: tl.constexpr):
+def _step(b_q, b_k, b_v, b_acc, b_max, b_sum, scale, count, MASKED: tl.constexpr):
     """One block of keys and values into the running softmax: o = b_acc / b_sum, b_max in units of log2."""
     last: tl.constexpr = len(b_q) - 1
     # the small piece first: the wide one is then in flight together with the previous block's p v
     b_s = tl.dot(b_q[last], b_k[last].T, input_precision="ieee")
     for i in tl.static_range(last - 1, -1, -1):
         b_s = tl.dot(b_q[i], b_k[i].T, b_s, input_precision="ieee")
+    m_n = (tl.arange(0, b_s.shape[1]) < count)[None, :]
     if MASKED:
-        b_s = tl.where(m_n[None, :], b_s, float("-inf"))
+        b_s = tl.where(m_n, b_s, float("-inf"))
     b_new = tl.maximum(b_max, tl.max(b_s, 1) * scale)
     b_p = tl.exp2(b_s * scale - b_new[:, None])
     if MASKED:
         # -inf * 0 is NaN: a scale of zero needs this too
-        b_p = tl.where(m_n[None, :], b_p, 0.0)
+        b_p = tl.where(m_n, b_p, 0.0)
     b_shrink = tl.exp2(b_max - b_new)
     b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
     b_p = b_p.to(b_v[0].dtype)
@@ -109,15 +110,6 @@ def _step(b_q, b_k, b_v, b_acc, b_max, b_sum, scale, m_n, MASKED: tl.constexpr):
     for i in tl.static_range(last + 1):
         b_out += (tl.dot(b_p, b_v[i], b_acc[i] * b_shrink[:, None], input_precision="ieee"),)
     return b_out, b_new, b_sum
-
-
-@triton.jit
-def _zeros(blocks):
-    """An fp32 accumulator for each piece."""
-    zeros: tl.tuple = ()
-    for i in tl.static_range(len(blocks)):
-        zeros += (tl.zeros(blocks[i].shape, tl.float32),)
-    return zeros
 
 
 @triton.jit
@@ -138,6 +130,35 @@ def _store(out, count, stride, b_out, b_sum, D: tl.constexpr):
         o_d = _columns(D, b_out[i].shape[1])
         b_o = (b_out[i] / b_sum[:, None]).to(out.dtype.element_ty)
         tl.store(p_row + o_d, b_o, mask=(o_row < count)[:, None] & (o_d < D))
+
+
+@triton.jit
+def _attend(
+    b_q, k, k_t, k_wide, k_tail, v, v_t, v_wide, v_tail, start, length, i_h, scale,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """All keys and values of one sequence and head, whose first are at k and v: b_out / b_sum is the result."""
+    b_out: tl.tuple = ()
+    for i in tl.static_range(len(b_q)):
+        b_out += (tl.zeros(b_q[i].shape, tl.float32),)
+    b_max = tl.full((b_q[0].shape[0],), float("-inf"), tl.float32)
+    b_sum = tl.zeros((b_q[0].shape[0],), tl.float32)
+    full = length // BLOCK_N * BLOCK_N
+    for i_n in range(0, full, BLOCK_N):
+        if TMA:
+            b_k = _load_mapped(k_wide, k_tail, start + i_n, i_h)
+            b_v = _load_mapped(v_wide, v_tail, start + i_n, i_h)
+        else:
+            b_k = _load(k + i_n * k_t, BLOCK_N, k_t, D, BLOCK_N, False)
+            b_v = _load(v + i_n * v_t, BLOCK_N, v_t, D, BLOCK_N, False)
+        b_out, b_max, b_sum = _step(b_q, b_k, b_v, b_out, b_max, b_sum, scale, BLOCK_N, False)
+    # the last block by masked pointers: the next sequence's values, NaN included, are never touched
+    rest = length - full
+    if rest > 0:
+        b_k = _load(k + full * k_t, rest, k_t, D, BLOCK_N, True)
+        b_v = _load(v + full * v_t, rest, v_t, D, BLOCK_N, True)
+        b_out, b_max, b_sum = _step(b_q, b_k, b_v, b_out, b_max, b_sum, scale, rest, True)
+    return b_out, b_sum
 
 
 # Strides of tokens (_t) and heads (_h) come in units of ALIGN elements: so the compiler knows that loads can
@@ -170,27 +191,9 @@ def _kernel(
     b_q = _load(q, length - i_m, q_t, D, BLOCK_M, True)
     if NEGATE:
         b_q = _negative(b_q)
-    b_out = _zeros(b_q)
-    b_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    b_sum = tl.zeros((BLOCK_M,), tl.float32)
-    o_n = tl.arange(0, BLOCK_N)
-
-    full = length // BLOCK_N * BLOCK_N
-    for i_n in range(0, full, BLOCK_N):
-        if TMA:
-            b_k = _load_mapped((k_wide, k_tail), start + i_n, i_h, D)
-            b_v = _load_mapped((v_wide, v_tail), start + i_n, i_h, D)
-        else:
-            b_k = _load(k + i_n * k_t, BLOCK_N, k_t, D, BLOCK_N, False)
-            b_v = _load(v + i_n * v_t, BLOCK_N, v_t, D, BLOCK_N, False)
-        b_out, b_max, b_sum = _step(b_q, b_k, b_v, b_out, b_max, b_sum, scale, o_n, False)
-    # the last block by masked pointers: the next sequence's values, NaN included, are never touched
-    rest = length - full
-    if rest > 0:
-        b_k = _load(k + full * k_t, rest, k_t, D, BLOCK_N, True)
-        b_v = _load(v + full * v_t, rest, v_t, D, BLOCK_N, True)
-        b_out, b_max, b_sum = _step(b_q, b_k, b_v, b_out, b_max, b_sum, scale, o_n < rest, True)
-
+    b_out, b_sum = _attend(
+        b_q, k, k_t, k_wide, k_tail, v, v_t, v_wide, v_tail, start, length, i_h, scale, D, BLOCK_N, TMA
+    )
     out += ((start + i_m).to(tl.int64) * H + i_h) * D
     _store(out, length - i_m, H * D, b_out, b_sum, D)
 
@@ -224,12 +227,14 @@ def _config(head_dim: int, dtype: torch.dtype, capability: tuple[int, int], bloc
         # without tensor cores a dot keeps whole rows of both operands in registers: 32 keys spill
         return Config(16, 8, 2, False)
     if capability[0] in (9, 10):
-        # 128 rows read k and v from L2 half as often as 64; 8 warps hold D <= 80 in 128 registers, so that
-        # two programs share an SM. A map costs the host microseconds a launch: not for a small batch
-        large = block_m >= 128
-        return Config(64, 8 if large else 4, 2, large and len(_pieces(head_dim)) <= 2)
-    # mma.sync keeps q in registers: above D = 80, 64 keys and 4 warps spill
-    return Config(64, 4, 2, False) if head_dim <= 80 else Config(32, 8, 2, False)
+        # 128 rows read k and v from L2 half as often as 64. Maps keep D <= 80 to 128 registers, pointers take
+        # up to 178: so an SM holds two programs of 8 warps, or four of 4. There are maps for two pieces
+        return Config(64, 8 if block_m >= 128 else 4, 2, len(_pieces(head_dim)) <= 2)
+    if head_dim > 80:
+        # mma.sync keeps q in registers too: 64 keys spill at 4 warps and at 8
+        return Config(32, 8, 2, False)
+    # masked columns cost registers: D = 72 spills with 64 keys on sm_120
+    return Config(64 if head_dim % 16 == 0 else 32, 4, 2, False)
 
 
 def _pieces(head_dim: int) -> list[int]:
@@ -238,8 +243,8 @@ def _pieces(head_dim: int) -> list[int]:
     return [1 << log for log in range(8, 3, -1) if rounded & 1 << log]
 
 
-def _maps(x: Tensor, rows: int) -> list[TensorDescriptor | None]:
-    """TMA maps of x for blocks of `rows` tokens of one head: one for each piece, at most two."""
+def _maps(x: Tensor, rows: int) -> list[Any]:
+    """TMA maps of x for blocks of `rows` tokens of one head: one for each of two pieces, or None."""
     return [*(TensorDescriptor.from_tensor(x, [rows, 1, width]) for width in _pieces(x.shape[2])), None][:2]
 
 
@@ -261,9 +266,7 @@ def _check(
     scale: float,
 ) -> None:
     if q.ndim != 3 or not q.is_floating_point():
-        raise ValueError(
-            f"varlen_attention needs (T, H, D) floating point tensors, got {tuple(q.shape)} {q.dtype}"
-        )
+        raise ValueError(f"varlen_attention needs floating point (T, H, D), got {tuple(q.shape)} {q.dtype}")
     for name, x in (("k", k), ("v", v)):
         if x.shape != q.shape or x.dtype != q.dtype or x.device != q.device:
             raise ValueError(
@@ -322,17 +325,14 @@ def varlen_attention_triton(
     strides = [x.stride()[:2] for x in (q, k, v)]
     align = gcd(16 // q.itemsize, *(n for pair in strides for n in pair))
     q_strides, k_strides, v_strides = ([n // align for n in pair] for pair in strides)
+    constants = {"H": heads, "D": size, "ALIGN": align, "NEGATE": scale < 0, "TMA": tma}
     with on_device(q):
         _kernel[(work.shape[0] * heads,)](
             *(q, *q_strides, k, *k_strides, v, *v_strides, *maps, out, cu_seqlens, work),
             abs(scale) * log2(e),
-            H=heads,
-            D=size,
-            ALIGN=align,
-            NEGATE=scale < 0,
+            **constants,
             BLOCK_M=block_m,
             BLOCK_N=config.block_n,
-            TMA=tma,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             enable_fp_fusion=True,
@@ -340,15 +340,11 @@ def varlen_attention_triton(
     return out
 
 
-def _fake(q: Tensor, *rest: object) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
-
-
 define_differentiable(
     "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor cu_seqlens_cpu, Tensor? work, "
     "int block_m, float scale) -> Tensor",
     varlen_attention_eager,
-    _fake,
+    lambda q, *rest: q.new_empty(q.shape[0], q.shape[1] * q.shape[2]),
     _check,
     varlen_attention_triton,
 )

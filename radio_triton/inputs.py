@@ -1,7 +1,8 @@
-"""What the caller may pass: every call form, checked and brought to one form, frames of images and of tubelets."""
+"""What the caller may pass: every call form is checked, and brought to frames of images and of tubelets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -11,15 +12,16 @@ from .config import RadioConfig
 from .packing import Grid, Item
 
 Frames = Tensor | list[Tensor]
+PIXELS = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
 class Inputs:
     """Pixels and their sizes.
 
-    `images` are (F, c, H, W) frames, one sequence each; `videos` are (F, c, H, W) frames of which `video_temporal_patch_size`
-    make a sequence. `image_grids` and `tubelet_grids` are the sequences' (h, w). `form` is the shape of the output:
-    "dense" (S, N, C), "packed" (P, C) or "packed_batch" (1, P, C).
+    `images` are (F, c, H, W) frames, one sequence each; `videos` are (F, c, H, W) frames of which
+    `video_temporal_patch_size` make a sequence. `image_grids` and `tubelet_grids` are the sequences' (h, w).
+    `form` is the shape of the output: "dense" (S, N, C), "packed" (P, C) or "packed_batch" (1, P, C).
     """
 
     image_grids: list[Grid]
@@ -31,12 +33,12 @@ class Inputs:
 
 
 def nearest_resolution(patch_size: int, height: int, width: int) -> tuple[int, int]:
-    """The nearest multiples of the patch size, at least one patch; halves go to the even multiple, as in the reference."""
+    """The nearest multiples of the patch size, at least one; halves go to the even one, as in the reference."""
     return max(round(height / patch_size), 1) * patch_size, max(round(width / patch_size), 1) * patch_size
 
 
 def read(config: RadioConfig, x: Any, imgs_sizes: Any, image_grid_hw: Any, num_frames: int | None) -> Inputs:
-    """Bring one call of `RadioModel.forward` to `Inputs`; ValueError or TypeError says what is wrong and what is accepted."""
+    """`Inputs` of one call of `RadioModel.forward`; ValueError or TypeError says what is accepted."""
     sizes = [
         name
         for name, given in (("imgs_sizes", imgs_sizes), ("image_grid_hw", image_grid_hw))
@@ -67,18 +69,18 @@ def read_batch(config: RadioConfig, x: Tensor) -> Inputs:
     tubelet, channels = config.video_temporal_patch_size, config.num_channels
     if tubelet > 1 and x.shape[1] == tubelet * channels:
         _require_video(config)
-        grid = _grid(config, x, "the stacked video", channels * tubelet)
+        grid = _grid(config, x.shape, "the stacked video", channels * tubelet)
         items = [Item(i, 1, True) for i in range(len(x))]
         frames = x.reshape(len(x) * tubelet, channels, *x.shape[2:])
         return Inputs([], [grid] * len(x), items, "dense", videos=frames)
-    grid = _grid(config, x, "the batch", channels)
+    grid = _grid(config, x.shape, "the batch", channels)
     return Inputs([grid] * len(x), [], [Item(i, 1, False) for i in range(len(x))], "dense", images=x)
 
 
 def read_images(config: RadioConfig, images: Sequence[Any]) -> Inputs:
     """A list of (c, H, W) images of any sizes."""
     frames = _frames(config, images, "image", (3,))
-    grids = [_grid(config, x, f"image {i}", config.num_channels) for i, x in enumerate(frames)]
+    grids = [_grid(config, x.shape, f"image {i}", config.num_channels) for i, x in enumerate(images)]
     return Inputs(grids, [], [Item(i, 1, False) for i in range(len(grids))], "packed", images=frames)
 
 
@@ -108,11 +110,13 @@ def read_patches(config: RadioConfig, x: Tensor, grids: list[Grid]) -> Inputs:
 
 def read_video(config: RadioConfig, frames: Tensor, num_frames: int) -> Inputs:
     """The frames (F, c, H, W) of one video."""
+    if not isinstance(num_frames, Integral):
+        raise TypeError(f"num_frames is the number of frames, an integer, got {num_frames!r}")
     if num_frames != len(frames):
         raise ValueError(
             f"num_frames={num_frames}, but {len(frames)} frames were passed: {tuple(frames.shape)}"
         )
-    grid = _grid(config, frames, "the video", config.num_channels)
+    grid = _grid(config, frames.shape, "the video", config.num_channels)
     if config.video_temporal_patch_size == 1:
         return Inputs([grid] * num_frames, [], [Item(0, num_frames, True)], "dense", images=frames)
     _require_video(config)
@@ -139,7 +143,7 @@ def read_items(config: RadioConfig, items: Any) -> Inputs:
             _require_video(config)
         count = -(-len(x) // config.video_temporal_patch_size) if as_tubelets else len(x)
         found.append((as_tubelets, Item(len(grids[as_tubelets]), count, is_video)))
-        grids[as_tubelets] += [_grid(config, x, f"item {i}", config.num_channels)] * count
+        grids[as_tubelets] += [_grid(config, item.shape, f"item {i}", config.num_channels)] * count
         parts[as_tubelets].append(x)
     # tubelets come after all images in the stream
     shift = {False: 0, True: len(grids[False])}
@@ -170,36 +174,29 @@ def _frames(config: RadioConfig, items: Any, name: str, ranks: tuple[int, ...]) 
     return [x if x.ndim == 4 else x[None] for x in items]
 
 
-def _grid(config: RadioConfig, x: Tensor, name: str, channels: int) -> Grid:
-    """Patches (h, w) of frames (F, channels, H, W), after checking all of it."""
-    patch, (frames, given, height, width) = config.patch_size, x.shape
+def _grid(config: RadioConfig, shape: Sequence[int], name: str, channels: int) -> Grid:
+    """Patches (h, w) of pixels (channels, H, W) or (F, channels, H, W), after checking all of it."""
+    patch, (given, height, width) = config.patch_size, shape[-3:]
     if given != channels:
-        hint = ""
-        if x.shape[-1] == channels:
-            hint = ": it looks channels-last, use x.permute(0, 3, 1, 2)" if x.ndim == 4 else ""
-        raise ValueError(
-            f"{name} needs {channels} channels, (…, {channels}, H, W), got {tuple(x.shape)}{hint}"
-        )
-    if 0 in (frames, height, width):
-        raise ValueError(f"{name} has no pixels: {tuple(x.shape)}")
+        axes = "(2, 0, 1)" if len(shape) == 3 else "(0, 3, 1, 2)"
+        hint = f": it looks channels-last, use x.permute{axes}" if width == channels else ""
+        raise ValueError(f"{name} needs {channels} channels, (…, {channels}, H, W), got {tuple(shape)}{hint}")
+    if 0 in shape:
+        raise ValueError(f"{name} has no pixels: {tuple(shape)}")
     if height % patch or width % patch:
+        near = nearest_resolution(patch, height, width)
         raise ValueError(
-            f"{name} is {height} x {width}, not a multiple of the patch size {patch}: resize it to "
-            "{} x {}, the nearest supported (get_nearest_supported_resolution)".format(
-                *nearest_resolution(patch, height, width)
-            )
+            f"{name} is {height} x {width}, not a multiple of the patch size {patch}: resize it to {near[0]} x "
+            f"{near[1]}, the nearest supported (get_nearest_supported_resolution)"
         )
     return height // patch, width // patch
 
 
 def _grids(config: RadioConfig, imgs_sizes: Any, image_grid_hw: Any) -> list[Grid]:
-    """Patches (h, w) of each image, from pixel sizes or from patch counts. A CUDA tensor costs one copy to the host."""
+    """Patches (h, w) of each image. A CUDA tensor of sizes costs one copy to the host."""
     name, given = ("imgs_sizes", imgs_sizes) if imgs_sizes is not None else ("image_grid_hw", image_grid_hw)
     pairs = given.tolist() if isinstance(given, Tensor) else given
-    if not isinstance(pairs, (list, tuple)) or any(
-        not isinstance(pair, (list, tuple)) or len(pair) != 2 or any(int(side) != side for side in pair)
-        for pair in pairs
-    ):
+    if not isinstance(pairs, (list, tuple)) or not all(map(_is_pair, pairs)):
         raise ValueError(
             f"{name} is a list of (height, width) pairs of integers, or an (n, 2) tensor, got {given!r}"
         )
@@ -215,14 +212,23 @@ def _grids(config: RadioConfig, imgs_sizes: Any, image_grid_hw: Any) -> list[Gri
     return [(int(h) // step, int(w) // step) for h, w in pairs]
 
 
+def _is_pair(pair: Any) -> bool:
+    if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+        return False
+    return all(isinstance(side, Real) and float(side).is_integer() for side in pair)
+
+
 def _require_tensor(x: Any, name: str) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(
             f"{name} must be a torch.Tensor (c, H, W), uint8 or float in [0, 1], got {type(x).__module__}."
             f"{type(x).__name__}: radio_triton.image.to_tensor converts PIL images and (H, W, c) arrays"
         )
-    if not (x.is_floating_point() or x.dtype == torch.uint8):
-        raise TypeError(f"{name} must be uint8 or floating point, got {x.dtype}")
+    if x.dtype not in PIXELS:
+        accepted = ", ".join(str(dtype) for dtype in PIXELS)
+        raise TypeError(f"{name} must be uint8 or floating point, got {x.dtype}: the accepted are {accepted}")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got {x.layout} (x.to_dense())")
 
 
 def _require_video(config: RadioConfig) -> None:
@@ -239,12 +245,9 @@ def _wrong_rank(config: RadioConfig, x: Tensor) -> str:
         return f"got one image {tuple(x.shape)}: pass x[None], or [x]"
     if x.ndim in (2, 3) and x.shape[-1] == row:
         return f"got packed patches {tuple(x.shape)} without sizes: pass imgs_sizes=[(H, W), …] or image_grid_hw="
-    hint = (
-        ": it looks channels-last, use x.permute(2, 0, 1)[None]"
-        if x.ndim == 3 and x.shape[-1] == channels
-        else ""
-    )
-    return f"expected images (B, {channels}, H, W), a list of ({channels}, H, W), or patches, got {tuple(x.shape)}{hint}"
+    last = x.ndim == 3 and x.shape[-1] == channels
+    hint = ": it looks channels-last, use x.permute(2, 0, 1)[None]" if last else ""
+    return f"expected images (B, {channels}, H, W), a list of images, or patches, got {tuple(x.shape)}{hint}"
 
 
 def _few(grids: list[Grid]) -> str:

@@ -19,7 +19,7 @@ class InputConditioner(nn.Module):
 
     def _apply(self, fn, recurse: bool = True):
         # bf16 would move the mean from 0.4815 to 0.4824
-        kept = {name: buffer for name, buffer in self._buffers.items()}
+        kept = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, buffer in self._buffers.items():
             if buffer.dtype != torch.float32:
@@ -55,7 +55,10 @@ class PatchEmbeddings(nn.Module):
     ) -> Tensor:
         """Rows of images and of tubelets, in the packing's order; the stream comes in `dtype`."""
         parts = []
-        for rows, projection in ((image_rows, self.patch_projection), (video_rows, self.video_patch_projection)):
+        for rows, projection in (
+            (image_rows, self.patch_projection),
+            (video_rows, self.video_patch_projection),
+        ):
             if rows is not None:
                 parts.append(projection(rows))
         table = self.position_embedding.view(*self.config.position_grid, -1)
@@ -73,7 +76,7 @@ class PatchEmbeddings(nn.Module):
 
 
 class Attention(nn.Module):
-    """One fused qkv projection, RMSNorm of q and k where the model has it, attention inside each sequence, projection."""
+    """qkv in one projection, RMSNorm of q and k where the model has it, attention inside each sequence."""
 
     def __init__(self, config: RadioConfig) -> None:
         super().__init__()
@@ -98,7 +101,9 @@ class Mlp(nn.Module):
     def __init__(self, config: RadioConfig) -> None:
         super().__init__()
         self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.norm = nn.LayerNorm(config.intermediate_size, eps=config.mlp_norm_eps) if config.mlp_norm else None
+        self.norm = (
+            nn.LayerNorm(config.intermediate_size, eps=config.mlp_norm_eps) if config.mlp_norm else None
+        )
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,7 +136,7 @@ class LayerScale(nn.Module):
 
 
 class Layer(nn.Module):
-    """x += l1 * attention(norm1 x); x += l2 * mlp(norm2 x), each norm computed with the addition before it."""
+    """x += l1 * attention(norm1 x); x += l2 * mlp(norm2 x): each norm comes with the addition before it."""
 
     def __init__(self, config: RadioConfig) -> None:
         super().__init__()
@@ -162,7 +167,7 @@ class Encoder(nn.Module):
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.final_norm else None
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
-        """The stream (T, C), which is overwritten where no gradient is needed, to the encoded stream (T, C)."""
+        """The stream (T, C) to the encoded stream (T, C); overwrites it where no gradient is needed."""
         if len(self.layer):
             first = self.layer[0].norm1
             normed = ops.layer_norm(x, first, ops.compute_dtype(first.weight))

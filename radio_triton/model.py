@@ -1,4 +1,4 @@
-"""RadioModel: pixels in, summary and features out. The whole flow is here: rows -> embeddings -> encoder -> output."""
+"""RadioModel, the whole flow: pixels -> patch rows -> embeddings -> encoder -> summary and features."""
 
 import os
 import sys
@@ -21,10 +21,11 @@ from .packing import Item, Packing
 class RadioOutput:
     """`summary, features = output`; also `output["backbone"]` and `output[adaptor]`, as the reference's dict.
 
-    summary: (S, k * C), the selected class tokens of each sequence, end to end. features: patch tokens, (S, N, C) for a
-    dense batch, (P, C) or (1, P, C) packed, as `feature_fmt="NCHW"` (S, C, h, w) or a list of (C, h, w).
-    last_hidden_state: all tokens, (S, L, C) dense or (T, C) packed. grid: (h, w) in patches, (t, h, w) for a video, a list of
-    (h, w) packed.
+    summary: (S, k * C), the selected class tokens of each sequence, end to end.
+    features: patch tokens, (S, N, C) for a dense batch, (P, C) or (1, P, C) packed; with feature_fmt="NCHW"
+    (S, C, h, w), packed a list of (C, h, w).
+    last_hidden_state: all tokens, (S, L, C) dense, (T, C) packed.
+    grid: (h, w) in patches, (t, h, w) for a video, a list of (h, w) packed.
     """
 
     summary: Tensor
@@ -48,9 +49,9 @@ class RadioOutput:
         return self.adaptors[key]
 
     def split(self) -> list["RadioOutput"]:
-        """One output for each thing the caller passed: an image is (k * C,) and (N, C), a video (t, k * C), (t, N, C)."""
+        """One output for each thing passed: (k * C,) and (N, C) of an image, (t, …) of a video."""
         stream = self.last_hidden_state.reshape(self.packing.tokens, -1)
-        starts = self.packing.cu_seqlens_cpu.tolist()
+        starts = self.packing.starts()
         return [self._item(stream, starts[item.first], item) for item in self.packing.items]
 
     def _item(self, stream: Tensor, start: int, item: Item) -> "RadioOutput":
@@ -67,8 +68,8 @@ class RadioOutput:
 class RadioModel(nn.Module):
     """A RADIO tower. `RadioModel(config)` has random weights; `from_pretrained` reads a checkpoint.
 
-    Args: `dtype` of the parameters; `residual_dtype`, of the stream between blocks and of the output: None is that of the
-    parameters, torch.float32 halves the error of a bf16 model.
+    Args: `dtype` of the parameters; `residual_dtype`, of the stream between blocks and of the output: None is
+    that of the parameters, torch.float32 halves the error of a bf16 model.
     """
 
     def __init__(
@@ -80,6 +81,12 @@ class RadioModel(nn.Module):
         residual_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(config, RadioConfig):
+            raise TypeError(
+                f"RadioModel takes a RadioConfig (RadioConfig.from_hf reads others), got {type(config).__name__}"
+            )
+        if residual_dtype is not None and not residual_dtype.is_floating_point:
+            raise TypeError(f"residual_dtype must be floating point, got {residual_dtype}")
         self.config = config
         self.residual_dtype = residual_dtype
         self.normalizes = True
@@ -111,16 +118,22 @@ class RadioModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source: str | os.PathLike, **options: Any) -> "RadioModel":
-        """Load a folder or a file: see `radio_triton.checkpoint.load_model` for options, layouts and errors."""
+        """Load a checkpoint: `radio_triton.checkpoint.load_model` names options, layouts and errors."""
         from . import checkpoint
 
         return checkpoint.load_model(cls, source, **options)
 
-    def load_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Stream (name, tensor) pairs of any known layout into this model; returns the parameters that were set."""
+    def save_pretrained(self, folder: str | os.PathLike, *, license: str | None = None) -> str:
+        """Write a folder that Transformers reads too, where it can: see `checkpoint.save.save_pretrained`."""
+        from .checkpoint.save import save_pretrained
+
+        return save_pretrained(self, folder, license=license)
+
+    def load_weights(self, pairs: Iterable[tuple[str, Tensor]], **options: Any) -> set[str]:
+        """Stream (name, tensor) pairs of any known layout: see `radio_triton.checkpoint.load_weights`."""
         from . import checkpoint
 
-        return checkpoint.load_weights(self, pairs)
+        return checkpoint.load_weights(self, pairs, **options)
 
     def forward(
         self,
@@ -133,9 +146,13 @@ class RadioModel(nn.Module):
     ) -> RadioOutput:
         """Encode one of these; every other input is a ValueError or TypeError that says what is accepted.
 
-        x: images (B, c, H, W), float in [0, 1] or uint8; a list of (c, H, W) of any sizes; packed patches (P, c * p^2) or
-        (1, P, c * p^2), rows in the order (c, y, x), with `imgs_sizes` [(H, W)] in pixels or `image_grid_hw` (n, 2) in
-        patches; one video (F, c, H, W) with `num_frames=F`; stacked tubelets (B, K * c, H, W), frame-major.
+        - images (B, c, H, W), float in [0, 1] or uint8;
+        - a list of images (c, H, W) of any sizes;
+        - packed patches (P, c * p^2) or (1, P, c * p^2), rows in the order (c, y, x), with `imgs_sizes`
+          [(H, W)] in pixels or `image_grid_hw` (n, 2) in patches;
+        - one video (F, c, H, W) with `num_frames=F`;
+        - stacked tubelets (B, K * c, H, W), frame-major.
+
         feature_fmt: "NLC" or "NCHW".
         """
         if feature_fmt not in ("NLC", "NCHW"):
@@ -145,7 +162,7 @@ class RadioModel(nn.Module):
         return self._output(stream, packing, request.form, feature_fmt)
 
     def encode(self, items: list[Tensor]) -> list[RadioOutput]:
-        """Any mix of images (c, H, W) and videos (F, c, H, W), in one packed pass: one output for each, in order."""
+        """Any mix of images (c, H, W) and videos (F, c, H, W), in one packed pass: an output for each."""
         request = inputs.read_items(self.config, items)
         stream, packing = self._encode(request)
         return self._output(stream, packing, "packed", "NLC").split()
@@ -158,10 +175,13 @@ class RadioModel(nn.Module):
             items=request.items,
             device=self.device,
         )
+        if self.normalizes:
+            warn_if_normalized([*_as_list(request.images), *_as_list(request.videos)])
         image_rows = self._patch_rows(request.images, 1)
         video_rows = self._patch_rows(request.videos, self.config.video_temporal_patch_size)
         x = self.embeddings(image_rows, video_rows, packing, self.residual_dtype or self.dtype)
-        sequences = ops.prepare(packing)
+        dtype = ops.compute_dtype(self.embeddings.position_embedding)
+        sequences = ops.prepare(packing, self.config.attention_width, self.config.head_dim, dtype)
         mark_dynamic(x, *sequences)
         return self.encoder(x, sequences), packing
 
@@ -170,11 +190,13 @@ class RadioModel(nn.Module):
             return None
         first = frames if isinstance(frames, Tensor) else frames[0]
         if first.device != self.device:
-            raise ValueError(f"the pixels are on {first.device}, the model on {self.device}: move one with .to()")
-        if self.normalizes:
-            warn_if_normalized(frames)
-        elif first.dtype == torch.uint8:
-            raise ValueError("normalisation is external (make_preprocessor_external): pass normalised floats, not uint8")
+            raise ValueError(
+                f"the pixels are on {first.device}, the model on {self.device}: move one with .to()"
+            )
+        if not self.normalizes and first.dtype == torch.uint8:
+            raise ValueError(
+                "normalisation is external (make_preprocessor_external): pass normalised floats, not uint8"
+            )
         mean, std = (self.input_conditioner.norm_mean.flatten(), self.input_conditioner.norm_std.flatten())
         statistics = (mean, std) if self.normalizes else (None, None)
         return ops.patchify(frames, *statistics, self.config.patch_size, tubelet, self.dtype)
@@ -204,7 +226,7 @@ class RadioModel(nn.Module):
         return inputs.nearest_resolution(self.config.patch_size, height, width)
 
     def make_preprocessor_external(self) -> InputConditioner:
-        """Stop normalising: pixels are from now on passed normalised. Returns the module that does it, its statistics kept."""
+        """From now on take pixels as normalised already; returns the module that would do it."""
         self.normalizes = False
         return self.input_conditioner
 
@@ -214,7 +236,7 @@ class RadioModel(nn.Module):
 
     @torch.no_grad()
     def _init_weights(self) -> None:
-        """Positions and prefix tokens as in the reference (normal, std 0.02); dummy heads zero, so they change nothing."""
+        """Positions and prefix tokens: normal, std 0.02. Dummy heads: zero, so that they change nothing."""
         nn.init.trunc_normal_(self.embeddings.position_embedding, std=0.02)
         nn.init.trunc_normal_(self.embeddings.cls_register_token, std=0.02)
         width = self.config.hidden_size
@@ -226,23 +248,36 @@ class RadioModel(nn.Module):
             attention.proj.weight[:, width:] = 0
 
 
+def _as_list(frames: Frames | None) -> list[Tensor]:
+    return [] if frames is None else [frames] if isinstance(frames, Tensor) else frames
+
+
 def mark_dynamic(*tensors: Any) -> None:
-    """Tell torch.compile, where it is in use, that first dimensions vary: one compilation serves every count."""
-    if "torch._dynamo" in sys.modules:
+    """Tell torch.compile, where it is in use, that first dimensions vary: it compiles once for all counts."""
+    if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
         for x in tensors:
             if isinstance(x, Tensor):
                 torch._dynamo.maybe_mark_dynamic(x, 0)
 
 
-def warn_if_normalized(frames: Frames) -> None:
-    """Warn where float pixels lie outside [-0.2, 1.2]. On the CPU only: elsewhere the look would wait for the device."""
-    first = frames if isinstance(frames, Tensor) else frames[0]
-    if first.device.type != "cpu" or not first.is_floating_point() or torch.compiler.is_compiling():
+def warn_if_normalized(frames: list[Tensor]) -> None:
+    """Warn where float pixels lie outside [-0.2, 1.2]; on the CPU only, where looking is free."""
+    if frames[0].device.type != "cpu" or not frames[0].is_floating_point() or torch.compiler.is_compiling():
         return
-    low, high = (x.item() for x in first.detach().aminmax())
+    ranges = [x.detach().aminmax() for x in frames]
+    low, high = min(x.min.item() for x in ranges), max(x.max.item() for x in ranges)
     if low < -0.2 or high > 1.2:
         warnings.warn(
-            f"pixels range from {low:.3g} to {high:.3g}, which looks normalised already (or 0 to 255 as floats), and the "
-            "model normalises pixels in [0, 1] itself: divide by 255, or call make_preprocessor_external() first",
-            stacklevel=5,
+            f"pixels range from {low:.3g} to {high:.3g}, which looks normalised already (or 0 to 255 as floats), and "
+            "the model normalises pixels in [0, 1] itself: divide by 255, or call make_preprocessor_external() first",
+            stacklevel=_callers_level(),
         )
+
+
+def _callers_level() -> int:
+    """The stack level, for warnings.warn in the calling function, of the first frame outside this package and torch."""
+    ours = tuple(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__))
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
+        frame, level = frame.f_back, level + 1
+    return level

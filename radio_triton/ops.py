@@ -1,6 +1,6 @@
 """The functions that layers call: each one dispatcher op, in place where nothing needs a gradient.
 
-Sizes are validated where a `Packing` is built; these functions trust what they get. They read no device value.
+Sizes are validated where a `Packing` is built; these functions trust them, and read no device value.
 """
 
 from collections.abc import Sequence
@@ -13,21 +13,26 @@ from torch import Tensor, nn
 from .packing import Packing
 
 try:
-    from .kernels import activation, patchify, position, qk_norm, residual, varlen_attention
+    from .kernels import activation, patchify, position, qk_norm, residual  # noqa: F401 (registers the ops)
+    from .kernels import varlen_attention as varlen_attention_kernel
+    from .kernels._common import device_capability
 except ModuleNotFoundError as error:
     link = Path(__file__).with_name("kernels")
     if link.is_file():
         raise ImportError(
-            f"{link} is a text file where the repository has a symbolic link to ../kernels (git on Windows writes it "
-            "so): run `git config core.symlinks true` and `git checkout -- radio_triton/kernels`, or install the wheel"
+            f"{link} is a text file where the repository has a symbolic link to ../kernels (git on Windows "
+            "writes it so): run `git config core.symlinks true` and `git checkout -- radio_triton/kernels`, or "
+            "install the wheel"
         ) from error
     raise
 
+# fmt: off
 OPS = (
-    *("patchify", "patchify_list", "embed_tokens", "layer_norm", "qk_rms_norm", "qk_rms_norm_", "varlen_attention"),
-    *("layerscale_residual", "layerscale_residual_", "layerscale_residual_norm", "layerscale_residual_norm_"),
-    *("gelu", "gelu_", "swiglu", "swiglu_"),
+    "patchify", "patchify_list", "embed_tokens", "layer_norm", "qk_rms_norm", "qk_rms_norm_", "qk_square_sums",
+    "qk_rms_scale_", "varlen_attention", "layerscale_residual", "layerscale_residual_", "layerscale_residual_norm",
+    "layerscale_residual_norm_", "gelu", "gelu_", "swiglu", "swiglu_",
 )
+# fmt: on
 _op = {name: getattr(torch.ops.radio_triton, name).default for name in OPS}
 
 
@@ -40,20 +45,29 @@ class Sequences(NamedTuple):
     block_m: int
 
 
-def prepare(packing: Packing) -> Sequences:
-    """Build what the encoder's attention reads, once a call, before the encoder."""
-    return Sequences(packing.cu_seqlens, packing.cu_seqlens_cpu, None, 0)
+def prepare(packing: Packing, width: int, head_dim: int, dtype: torch.dtype) -> Sequences:
+    """Build what the encoder's attention reads, once a call, before the encoder.
+
+    On CUDA that is the kernel's work list, in blocks of as many tokens as the kernel wants for this batch.
+    """
+    if packing.device.type != "cuda":
+        return Sequences(packing.cu_seqlens, packing.cu_seqlens_cpu, None, 0)
+    capability = device_capability(packing.device)
+    block_m = varlen_attention_kernel.block_m(head_dim, dtype, capability, width // head_dim, packing.lengths)
+    return Sequences(packing.cu_seqlens, packing.cu_seqlens_cpu, packing.work_list(block_m), block_m)
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd is recording and one of these takes part: in-place forms are then out of the question."""
+    """Whether autograd records one of these: then nothing may work in place."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def compute_dtype(weight: Tensor) -> torch.dtype:
     """The dtype of a GEMM with this weight: autocast's where it is on, else the weight's own."""
     device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return weight.dtype
 
 
 def patchify(
@@ -80,7 +94,8 @@ def embed_tokens(
     dtype: torch.dtype,
 ) -> Tensor:
     """Prefix tokens, and patches with their positions, as the packed stream (T, C) in `dtype`."""
-    where = (packing.grid_table, packing.grid_table_cpu, packing.cu_seqlens)
+    work = packing.work_list(position.BLOCK_T) if packing.device.type == "cuda" else None
+    where = (packing.grid_table, packing.grid_table_cpu, packing.cu_seqlens, work)
     return _op["embed_tokens"](patches, video_patches, prefix, table, *where, cpe, align_corners, dtype)
 
 
@@ -90,7 +105,7 @@ def layer_norm(x: Tensor, norm: nn.LayerNorm, dtype: torch.dtype) -> Tensor:
 
 
 def qk_rms_norm(qkv: Tensor, q_norm: nn.RMSNorm, k_norm: nn.RMSNorm, embed_dim: int) -> Tensor:
-    """RMSNorm of q and k in qkv (T, 3, H, D), over all heads; overwrites `qkv` where no gradient is needed."""
+    """RMSNorm of q and k of (T, 3, H, D), over all heads; overwrites it where no gradient is needed."""
     arguments = (qkv, q_norm.weight, k_norm.weight, q_norm.eps, embed_dim)
     if needs_grad(*arguments[:3]):
         return _op["qk_rms_norm"](*arguments)
@@ -106,7 +121,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scal
 def layerscale_residual(
     x: Tensor, y: Tensor, scale: Tensor | None, norm: nn.LayerNorm | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """x + scale * y, and its LayerNorm in `dtype` (x itself without a norm); overwrites x where no gradient is needed."""
+    """x + scale * y, and its LayerNorm in `dtype`; overwrites x where no gradient is needed."""
     if norm is None:
         if needs_grad(x, y, scale):
             x = _op["layerscale_residual"](x, y, scale)
@@ -128,7 +143,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up of x (T, 2 I) = [gate | up]: (T, I), in the first half of x where no gradient is needed."""
+    """silu(gate) * up of x (T, 2 I): (T, I), in the first half of x where no gradient is needed."""
     if needs_grad(x):
         return _op["swiglu"](x)
     _op["swiglu_"](x)

@@ -1,4 +1,7 @@
-"""Every test starts from seed 0, and memory that our code asked for but did not write is NaN."""
+"""Every test starts from seed 0, and memory that our code asked for but did not write is NaN.
+
+Without a GPU the Triton kernels run in Triton's interpreter, on the CPU.
+"""
 
 import os
 import sys
@@ -13,6 +16,12 @@ ROOT = Path(__file__).resolve().parent.parent
 OURS = tuple(f"{ROOT / folder}{os.sep}" for folder in ("radio_triton", "kernels"))
 
 torch.set_num_threads(min(torch.get_num_threads(), 4))
+if not torch.cuda.is_available():
+    # kernels run in Triton's interpreter; triton reads this once, when it is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+# torch lists the functions that obey a device context at its first use: before any of them is replaced below
+with torch.device("cpu"):
+    torch.empty(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

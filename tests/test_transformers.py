@@ -1,17 +1,30 @@
-"""The model against Transformers' RadioModel, live, on random weights: dense, not square, packed, video; fp32 and bf16."""
+"""The model against Transformers' RadioModel, live, on random weights: dense, not square, packed, video; fp32
+and bf16."""
 
 import pytest
 import torch
-from helpers import rel_error
 from torch import Tensor, nn
 from transformers import RadioConfig as TransformersConfig
 from transformers import RadioModel as TransformersModel
 
+from helpers import rel_error
 from radio_triton import RadioConfig, RadioModel
 
 GEOMETRY = {
-    "B": {"hidden_size": 768, "num_attention_heads": 12, "mlp_ratio": 4.0, "num_cls_tokens": 4, "num_registers": 4},
-    "L": {"hidden_size": 1024, "num_attention_heads": 16, "mlp_ratio": 4.0, "num_cls_tokens": 4, "num_registers": 4},
+    "B": {
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "mlp_ratio": 4.0,
+        "num_cls_tokens": 4,
+        "num_registers": 4,
+    },
+    "L": {
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "mlp_ratio": 4.0,
+        "num_cls_tokens": 4,
+        "num_registers": 4,
+    },
     "SO400M": {"hidden_size": 1152, "num_attention_heads": 16, "mlp_ratio": 4304 / 1152},
     "H": {"hidden_size": 1280, "num_attention_heads": 16, "mlp_ratio": 4.0},
 }
@@ -20,7 +33,8 @@ LIMIT = 1e-5
 
 
 def pair(name: str, **options: object) -> tuple[RadioModel, nn.Module]:
-    """Ours and theirs with the same random weights, of ordinary scale so that every part of the block matters."""
+    """Ours and theirs with the same random weights, of ordinary scale so that every part of the block
+    matters."""
     config = TransformersConfig(**GEOMETRY[name], num_hidden_layers=2, max_img_size=256, **options)
     theirs = TransformersModel(config).eval()
     with torch.no_grad():
@@ -38,7 +52,10 @@ def pair(name: str, **options: object) -> tuple[RadioModel, nn.Module]:
 
 def patches(images: list[Tensor], patch: int = 16) -> Tensor:
     """The packed patches (P, 3 * p^2) that Transformers takes."""
-    rows = [x.unfold(1, patch, patch).unfold(2, patch, patch).permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1) for x in images]
+    rows = [
+        x.unfold(1, patch, patch).unfold(2, patch, patch).permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1)
+        for x in images
+    ]
     return torch.cat(rows)
 
 
@@ -100,7 +117,8 @@ def test_bf16_is_not_further_from_the_truth_than_transformers(name: str) -> None
     truth = RadioModel(ours.config, dtype=torch.float64).eval()
     truth.load_state_dict(ours.state_dict())
     want = torch.cat([truth(image.double()).last_hidden_state.flatten(0, 1) for image in x])
-    # theirs rounds the pixel statistics and the normalised pixels to bf16; feed both the same normalised pixels
+    # theirs rounds the pixel statistics and the normalised pixels to bf16; feed both the same normalised
+    # pixels
     errors = []
     for model in (ours, theirs):
         got = torch.cat([model(image.bfloat16()).last_hidden_state.flatten(0, 1) for image in x])

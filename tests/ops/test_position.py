@@ -234,4 +234,4 @@ def test_refusals(changed: dict[str, Tensor], text: str):
     arguments |= {"table": torch.ones(4, 4, 8), "grids": grids, "grids_cpu": grids}
     arguments |= {"cu_seqlens": torch.tensor([0, 8], dtype=torch.int32), **changed}
     with pytest.raises(ValueError, match=text):
-        op.embed_tokens(*arguments.values(), True, False, torch.float32)
+        op.embed_tokens(*arguments.values(), None, True, False, torch.float32)
