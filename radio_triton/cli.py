@@ -14,7 +14,7 @@ try:
 except ImportError:
     sys.exit("the command line needs click, tqdm and Pillow: pip install 'radio_triton[cli]'")
 
-from radio_triton import __version__
+from radio_triton import __version__, cli_checkpoint
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -30,6 +30,10 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.version_option(__version__, prog_name="radio-triton")
 def main() -> None:
     """RADIO vision encoders: photos in, features and pictures out."""
+
+
+main.add_command(cli_checkpoint.inspect)
+main.add_command(cli_checkpoint.convert)
 
 
 @main.command()

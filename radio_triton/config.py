@@ -23,7 +23,8 @@ _SIZES = (
 )  # fmt: skip
 _FLAGS = (
     "video_projection", "separate_video_embedder", "qkv_bias", "qk_normalization", "layer_scale",
-    "use_swiglu_ffn", "mlp_norm", "final_norm", "patch_bias", "cpe", "pos_align_corners",
+    "use_swiglu_ffn", "mlp_norm", "final_norm", "scaled_layer_norm", "patch_bias", "cpe",
+    "pos_align_corners",
 )  # fmt: skip
 
 
@@ -58,6 +59,8 @@ class RadioConfig:
     mlp_norm: bool = False
     mlp_norm_eps: float = 1e-5
     final_norm: bool = False
+    # norm1 and norm2 of block i are divided by sqrt(i + 1); loading the reference's files folds that in
+    scaled_layer_norm: bool = False
     patch_bias: bool = False
     # False: crop the position table instead of resizing it
     cpe: bool = True

@@ -32,11 +32,10 @@ _KWARGS_KNOWN = {
     *_KWARG_FIELDS, "mlp_ratio", "init_values", "img_size", "weight_init", "fix_init", "return_full_features",
     "num_classes", "global_pool", "reg_tokens", "no_embed_class", "dynamic_img_size", "dynamic_img_pad",
     "strict_img_size", "drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate",
-    "drop_path_rate",
+    "drop_path_rate", "scaled_ln",
 }  # fmt: skip
 _KWARGS_REFUSED = {
     "qk_norm": "it is timm's LayerNorm of each head, and qk_normalization here an RMSNorm over all heads",
-    "scaled_ln": "it divides the output of each LayerNorm by the square root of its depth",
 }
 
 
@@ -125,6 +124,7 @@ def _apply_kwargs(fields: dict[str, Any], kwargs: Mapping[str, Any]) -> None:
     fields |= {field: kwargs[key] for key, field in _KWARG_FIELDS.items() if kwargs.get(key) is not None}
     if not fields["use_swiglu_ffn"]:
         fields["intermediate_size"] = int(fields["hidden_size"] * ratio)
+    fields["scaled_layer_norm"] = bool(kwargs.get("scaled_ln"))
     if "init_values" in kwargs:
         fields["layer_scale"] = bool(kwargs["init_values"])
         fields["layerscale_value"] = kwargs["init_values"] or 1.0

@@ -31,6 +31,7 @@ _PLAIN = {
     "num_channels": 3, "qkv_bias": True, "layer_norm_eps": 1e-6, "hidden_act": "gelu",
     "qk_normalization": False, "layer_scale": False, "layerscale_value": 1.0, "use_swiglu_ffn": False,
     "mlp_norm": False, "mlp_norm_eps": 1e-5, "final_norm": False, "patch_bias": False,
+    "scaled_layer_norm": False,
 }  # fmt: skip
 _DINO = {"layer_scale": True, "final_norm": True, "patch_bias": True}
 
@@ -137,7 +138,7 @@ def _preset(
 _TOKENS = ("num_cls_tokens", "num_registers", "summary_idxs")
 _FOUR = (4, 4, (0, 1, 2))
 _TEN = (3, 7, (0, 1))
-_GIANT = ("intermediate_size", "use_swiglu_ffn", "layer_scale")
+_GIANT = ("intermediate_size", "use_swiglu_ffn", "layer_scale", "scaled_layer_norm")
 
 # fmt: off
 PRESETS: tuple[Preset, ...] = (

@@ -1,4 +1,5 @@
-"""The model against files made by running the public reference and the vLLM module on random weights (fp32)."""
+"""The model against files made by running the public reference and the vLLM module on random weights
+(fp32)."""
 
 import json
 from pathlib import Path
@@ -6,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import rel_error
 from safetensors.torch import load_file
 from torch import Tensor
 
+from helpers import rel_error
 from radio_triton import RadioModel, RadioOutput
+from radio_triton.checkpoint import open_weights
 
 DATA = Path(__file__).parent / "data"
 LIMIT = 1e-4
@@ -19,6 +21,8 @@ LEGACY = {
     "legacy-layerscale": ["64x96"],
     "legacy-mlpnorm": ["64x96"],
 }
+# heads of a DINOv2 trunk of a width that was never released: nothing in the file shows them
+TORCH_HUB = {"torchhub-ema": {}, "torchhub-spectral": {}, "torchhub-swiglu14": {"num_attention_heads": 4}}
 VLLM = ["vllm-qknorm", "vllm-dummyheads", "vllm-noncpe", "vllm-plain-t4"]
 
 
@@ -50,6 +54,53 @@ def test_remote_code_sizes_in_one_packed_call() -> None:
         assert rel_error(output.features, io[f"{size}.features"][0]) < LIMIT
 
 
+def hub_case(name: str, **options: int) -> tuple[RadioModel, dict[str, Tensor]]:
+    model = RadioModel.from_pretrained(DATA / name / "checkpoint.pth.tar", **options)
+    return model, load_file(DATA / name / "io.safetensors")
+
+
+@pytest.mark.parametrize("name", TORCH_HUB)
+def test_torch_hub_loader(name: str) -> None:
+    model, io = hub_case(name, **TORCH_HUB[name])
+    output = model(io["pixel_values"])
+    assert rel_error(output.summary, io["summary"]) < LIMIT
+    assert rel_error(output.features, io["features"]) < LIMIT
+    packed = model.encode(list(io["pixel_values"]))
+    assert rel_error(torch.stack([item.features for item in packed]), io["features"]) < LIMIT
+
+
+def test_torch_hub_trunk_beside_adaptors() -> None:
+    """The file's feature normalizer stands after the trunk; its heads are known and left aside."""
+    model, io = hub_case("torchhub-adaptors")
+    weights = open_weights(DATA / "torchhub-adaptors" / "checkpoint.pth.tar")
+    output = model(io["pixel_values"])
+    normal = (output.features - weights.read("_feature_normalizer.mean")) @ weights.read(
+        "_feature_normalizer.tx"
+    ).T
+    assert rel_error(output.summary, io["summary"]) < LIMIT
+    assert rel_error(normal, io["features"]) < LIMIT
+    reasons = model.load_report.reasons
+    assert reasons == {
+        "part of adaptor clip": 20,
+        "part of adaptor sam": 28,
+        "part of the feature normalizer": 2,
+    }
+
+
+def test_torch_hub_trunk_beside_an_intermediate_normalizer() -> None:
+    model, io = hub_case("torchhub-intermediates")
+    output = model(io["pixel_values"])
+    assert rel_error(output.summary, io["summary"]) < LIMIT
+    assert rel_error(output.features, io["features"]) < LIMIT
+    assert model.load_report.reasons == {"part of the intermediate feature normalizer": 3}
+
+
+def test_torch_hub_vitdet_trunk_loads() -> None:
+    model, _ = hub_case("torchhub-vitdet")
+    assert len(model.encoder.layer) == 8
+    assert not model.load_report.ignored
+
+
 @pytest.mark.parametrize("name", VLLM)
 def test_vllm_dense(name: str) -> None:
     model, io, _ = case(name)
@@ -75,7 +126,10 @@ def test_vllm_video(name: str) -> None:
 def test_vllm_images_and_videos_in_one_packed_call(name: str) -> None:
     """No engine offers this; each item must still be the reference's."""
     model, io, facts = case(name)
-    images, videos = list(io["dense.pixel_values"]), [io[f"video{count}.pixel_values"] for count in facts["video"]]
+    images, videos = (
+        list(io["dense.pixel_values"]),
+        [io[f"video{count}.pixel_values"] for count in facts["video"]],
+    )
     outputs = model.encode([*videos, *images])
     for count, output in zip(facts["video"], outputs, strict=False):
         check(output, io, f"video{count}")

@@ -280,7 +280,6 @@ BAD_SOURCES = [
     (remote("vit_huge_patch16_xpos"), "xPos"),
     (remote("vit_large_dyt_patch16_224"), "DyT"),
     (remote(model_kwargs={"qk_norm": True}), "'qk_norm'.*LayerNorm of each head"),
-    (remote("vit_giant_patch16_224", model_kwargs={"scaled_ln": True}), "'scaled_ln'.*square root"),
     (remote(model_kwargs={"class_token": False}), "'class_token'"),
     (remote(model_kwargs={"act_layer": "silu"}), "'act_layer'.*arithmetic"),
     (remote(teachers=[]), "num_cls_tokens must be at least 1"),
@@ -296,6 +295,12 @@ def test_refuses_configs(source: dict[str, Any], message: str) -> None:
 def test_kwargs_that_change_nothing_are_accepted() -> None:
     kwargs = {"qk_norm": False, "scaled_ln": False, "act_layer": None}
     assert RadioConfig.from_hf(remote(model_kwargs=kwargs)) == RadioConfig()
+
+
+def test_scaled_layer_norm_is_a_field() -> None:
+    config = RadioConfig.from_hf(remote("vit_giant_patch16_224", model_kwargs={"scaled_ln": True}))
+    assert config.scaled_layer_norm
+    assert not RadioConfig.from_hf(remote("vit_giant_patch16_224")).scaled_layer_norm
 
 
 def test_from_hf_refuses_what_is_no_config() -> None:

@@ -37,7 +37,7 @@ SHAPES = [
 # what a caller may pass where a preset leaves it open
 OPEN = TOKENS | {
     "mlp_norm": False, "layer_scale": True, "use_swiglu_ffn": False, "intermediate_size": 6144,
-    "norm_mean": (0.5,) * 3, "norm_std": (0.5,) * 3,
+    "norm_mean": (0.5,) * 3, "norm_std": (0.5,) * 3, "scaled_layer_norm": False,
 }  # fmt: skip
 
 

@@ -1,60 +1,20 @@
-"""Load a checkpoint: architecture from config and keys, parameters one tensor at a time, a report, strict keys."""
+"""Load a checkpoint into a new model: architecture, then every name and shape, then one tensor at a time."""
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
-from ..config import RadioConfig
+from .architecture import Tower, describe
 from .files import Weights, open_weights
-from .keys import FUSED, CheckpointError, Layout, Slot, find_layout
+from .fill import Filler, LoadReport, shorten
+from .keys import STATISTICS, CheckpointError
 
 if TYPE_CHECKING:
     from ..model import RadioModel
 
-# what a file may lack: the config knows it
-_DEFAULTS = ("summary_idxs", "input_conditioner.norm_mean", "input_conditioner.norm_std")
-SHOWN = 20
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """What a load did: the layout, our parameters that were set or kept from the config, and keys left aside with a reason."""
-
-    source: str
-    layout: str
-    loaded: tuple[str, ...]
-    defaulted: tuple[str, ...]
-    ignored: dict[str, str]
-
-    def __str__(self) -> str:
-        return (
-            f"{self.source}: {self.layout} layout, {len(self.loaded)} parameters loaded, {len(self.defaulted)} from the "
-            f"config ({', '.join(self.defaulted) or 'none'}), {len(self.ignored)} keys ignored"
-        )
-
-
-@dataclass
-class Problems:
-    """What does not fit, gathered so that one error shows all of it."""
-
-    unknown: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-
-    def raise_if_any(self, source: str) -> None:
-        """CheckpointError that lists up to twenty keys of each kind."""
-        kinds = (("unknown", self.unknown), ("wrongly shaped", self.wrong), ("missing", self.missing))
-        texts = []
-        for kind, keys in kinds:
-            if keys:
-                more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
-                texts.append(f"{len(keys)} {kind}: {', '.join(keys[:SHOWN])}{more}")
-        if texts:
-            raise CheckpointError(f"{source} does not fit the model; " + "; ".join(texts))
+FOLDED_HINT = "; where LayerScale is folded into proj and fc2 of the file, pass layer_scale_folded=True"
 
 
 def load_model(
@@ -65,158 +25,75 @@ def load_model(
     device: torch.device | str | None = None,
     trainable: bool = False,
     residual_dtype: torch.dtype | None = None,
+    revision: str | None = None,
+    local_files_only: bool = False,
+    strict_finite: bool = False,
     **overrides: Any,
 ) -> "RadioModel":
-    """Read a checkpoint: a folder with model.safetensors and config.json, or the file beside its config.json.
+    """Read a checkpoint in any layout: a folder, a file (.safetensors, .pth.tar, .pt), or a Hugging Face id.
 
-    dtype: of the parameters; None keeps the config's `args.dtype`, else the file's own. device: None is the CPU.
-    trainable: leave the parameters trainable. overrides: any RadioConfig field. The model comes in eval mode.
-    Raises CheckpointError (a ValueError) for what does not fit, FileNotFoundError, ValueError for an unknown override.
+    dtype: of the parameters; None keeps `args.dtype`, else the file's own. device: None is the CPU.
+    trainable: leave the parameters trainable. revision, local_files_only: of a Hugging Face id.
+    strict_finite: raise for NaN and infinite weights, which are otherwise warned about.
+    overrides: any RadioConfig field; num_hidden_layers=n loads the first n blocks. The model comes in eval
+    mode. Raises CheckpointError (a ValueError) for what does not fit, FileNotFoundError, ValueError for an
+    unknown override.
     """
-    weights = open_weights(source)
-    layout = find_layout(weights.shapes)
-    if weights.config is None:
-        raise CheckpointError(f"{weights.path.parent / 'config.json'} does not exist: it is needed beside the weights")
-    config = RadioConfig.from_hf(weights.config)
-    keys = {slot.name: key for key, slot in _slots(layout, weights.shapes)}
-    config = fit_config(config, {name: weights.shapes[key] for name, key in keys.items()})
-    config = config.replace(**{**_stored_facts(weights, keys), **overrides})
-    dtype = dtype or _file_dtype(weights, keys["embeddings.patch_projection.weight"])
-    model = cls(config, dtype=dtype, device="meta", residual_dtype=residual_dtype)
-    model.to_empty(device=device or "cpu")
-    model.load_report = fill(model, weights, layout, str(weights.path))
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype must be a floating point dtype such as torch.bfloat16, got {dtype!r}")
+    weights = open_weights(source, revision=revision, local_files_only=local_files_only)
+    tower = describe(weights, **overrides)
+    model = build(cls, weights, tower, dtype, residual_dtype)
+    filler = Filler(model, device)
+    absent = check(filler, weights, tower)
+    scaled = tower.config.scaled_layer_norm and tower.layout.is_reference
+    for key, slot in tower.slots.items():
+        if slot.name not in STATISTICS:
+            filler.put(key, slot, weights.read(key), scaled)
+    # the config has them from the file, where the file has them
+    filler.set_statistics(STATISTICS)
+    report_not_finite(filler, str(weights.path), strict_finite)
+    model.load_report = LoadReport(
+        str(weights.path), tower.layout.name, filler.loaded(), absent, tower.ignored
+    )
     return model.requires_grad_(trainable).eval()
 
 
-def load_weights(model: "RadioModel", pairs: Iterable[tuple[str, Tensor]]) -> set[str]:
-    """Stream (name, tensor) pairs into a model; CheckpointError for keys that are unknown, missing or wrongly shaped."""
-    pairs = list(pairs)
-    layout = find_layout(key for key, _ in pairs)
-    model.load_report = fill(model, pairs, layout, "the weights given")
-    return set(model.load_report.loaded)
+def build(
+    cls: type["RadioModel"],
+    weights: Weights,
+    tower: Tower,
+    dtype: torch.dtype | None,
+    residual_dtype: torch.dtype | None,
+) -> "RadioModel":
+    """The model without memory, on the meta device."""
+    try:
+        return cls(tower.config, dtype=dtype or tower.dtype, device="meta", residual_dtype=residual_dtype)
+    except (RuntimeError, OverflowError) as error:
+        # sizes whose product does not fit 64 bits
+        raise CheckpointError(f"{weights.path} describes a model that cannot be built: {error}") from error
 
 
-def fit_config(config: RadioConfig, shapes: dict[str, tuple[int, ...]]) -> RadioConfig:
-    """The config as the file's keys and shapes have it: they decide what they can show."""
-    depth = 1 + max((int(name.split(".")[2]) for name in shapes if name.startswith("encoder.layer.")), default=-1)
-    first = "encoder.layer.0."
-    gated = f"{first}mlp.gate_up_proj.weight" in shapes
-    facts: dict[str, Any] = {
-        "num_hidden_layers": depth,
-        "layer_scale": f"{first}layer_scale1.lambda1" in shapes,
-        "mlp_norm": f"{first}mlp.norm.weight" in shapes,
-        "qk_normalization": f"{first}attention.q_norm.weight" in shapes,
-        "qkv_bias": f"{first}attention.qkv.bias" in shapes,
-        "final_norm": "encoder.norm.weight" in shapes,
-        "patch_bias": "embeddings.patch_projection.bias" in shapes,
-        "use_swiglu_ffn": gated,
-        "video_projection": "embeddings.video_patch_projection.weight" in shapes,
-    }
-    inner = shapes.get(f"{first}mlp.{'down_proj' if gated else 'fc2'}.weight")
-    if inner is not None:
-        facts["intermediate_size"] = inner[1]
-    table = shapes.get("embeddings.position_embedding")
-    if table is not None:
-        facts["position_grid"] = _table_sides(config, table[1])
-    return config.replace(**facts)
+def check(filler: Filler, weights: Weights, tower: Tower) -> tuple[str, ...]:
+    """Names of statistics that the file lacks; CheckpointError that lists all keys that are unknown, missing
+    or do not fit.
+    """
+    for key, slot in tower.slots.items():
+        filler.check(key, slot, weights.entries[key].shape)
+    filler.problems.unknown += tower.unknown
+    absent = filler.absent()
+    filler.problems.missing = [name for name in absent if name not in STATISTICS]
+    filler.problems.raise_if_any(str(weights.path))
+    return tuple(name for name in absent if name in STATISTICS)
 
 
-def _table_sides(config: RadioConfig, positions: int) -> tuple[int, int]:
-    """The sides of a flat table: the config's where they fit, else the square root, else an error."""
-    rows, columns = config.position_grid
-    side = round(positions**0.5)
-    if rows * columns == positions:
-        return rows, columns
-    if side * side != positions:
-        raise CheckpointError(
-            f"the position table has {positions} rows, neither the {rows} x {columns} of the config nor a square: "
-            "pass position_grid=(rows, columns)"
-        )
-    return side, side
-
-
-def _stored_facts(weights: Weights, keys: dict[str, str]) -> dict[str, Any]:
-    """Fields of the config that the file holds as buffers: they win over its config.json."""
-    fields = {"summary_idxs": "summary_idxs"} | {
-        f"norm_{kind}": f"input_conditioner.norm_{kind}" for kind in ("mean", "std")
-    }
-    found = {name: weights.read(keys[key]) for name, key in fields.items() if key in keys}
-    return {name: tuple(values.flatten().tolist()) for name, values in found.items()}
-
-
-def _slots(layout: Layout, keys: Iterable[str]) -> list[tuple[str, Slot]]:
-    found = ((key, layout.locate(key)) for key in keys)
-    return [(key, slot) for key, slot in found if isinstance(slot, Slot)]
-
-
-def _file_dtype(weights: Weights, projection: str) -> torch.dtype:
-    """What `args.dtype` names, else what the file's patch projection has."""
-    named = ((weights.config or {}).get("args") or {}).get("dtype")
-    return getattr(torch, str(named).rsplit(".", 1)[-1]) if named else weights.dtypes[projection]
-
-
-def fill(model: nn.Module, pairs: Iterable[tuple[str, Tensor]], layout: Layout, source: str) -> LoadReport:
-    """Copy each tensor into its parameter; every parameter must be set, once."""
-    targets = dict(model.named_parameters()) | dict(model.named_buffers())
-    width = model.config.hidden_size
-    expected = {(name, part) for name in targets for part in range(_fused_parts(name))}
-    problems, ignored, seen = Problems(), {}, set()
-    for key, tensor in pairs:
-        slot = layout.locate(key)
-        if isinstance(slot, str):
-            ignored[key] = slot
-            continue
-        if slot is None or slot.name not in targets:
-            # Transformers keeps a LayerScale of ones in every model
-            if slot is not None and slot.name.endswith(".lambda1") and bool((tensor == 1).all()):
-                ignored[key] = "a LayerScale of ones is the identity"
-            else:
-                problems.unknown.append(key)
-            continue
-        parts = range(_fused_parts(slot.name)) if slot.part is None else (slot.part,)
-        seen |= {(slot.name, part) for part in parts}
-        shape = place(targets[slot.name], tensor, slot, width)
-        if shape is not None:
-            problems.wrong.append(f"{key} {tuple(tensor.shape)} where {shape} is needed")
-    absent = {name for name, _ in expected - seen}
-    problems.missing = sorted(absent - set(_DEFAULTS))
-    problems.raise_if_any(source)
-    defaulted = tuple(name for name in _DEFAULTS if name in absent)
-    _set_defaults(model, defaulted)
-    return LoadReport(source, layout.name, tuple(sorted({name for name, _ in seen})), defaulted, ignored)
-
-
-def _fused_parts(name: str) -> int:
-    return next((parts for module, parts in FUSED.items() if f".{module}." in name), 1)
-
-
-@torch.no_grad()
-def place(target: Tensor, tensor: Tensor, slot: Slot, width: int) -> tuple[int, ...] | None:
-    """Copy a tensor into its slot, with zeros for dummy heads; where the shape is wrong, return the one needed."""
-    parts = _fused_parts(slot.name)
-    rows = target.unflatten(0, (parts, -1))
-    chosen = rows if slot.part is None else rows[slot.part : slot.part + 1]
-    given = tensor.unflatten(0, (len(chosen), -1)) if tensor.ndim and tensor.shape[0] % len(chosen) == 0 else None
-    padded = list(chosen.shape)
-    if ".attention." in slot.name:
-        # a checkpoint without dummy heads has the bare width where the model has more
-        axis = 2 if slot.name.endswith("proj.weight") else 1
-        if given is not None and given.shape[axis:] and given.shape[axis] == width:
-            padded[axis] = min(width, padded[axis])
-    if given is None or list(given.shape) != padded:
-        return tuple(chosen.flatten(0, 1).shape)
-    if padded != list(chosen.shape):
-        chosen.zero_()
-    chosen[tuple(slice(size) for size in padded)].copy_(given)
-    return None
-
-
-def _set_defaults(model: nn.Module, names: Iterable[str]) -> None:
-    config = model.config
-    values = {
-        "summary_idxs": torch.tensor(model.summary_positions, dtype=torch.int64),
-        "input_conditioner.norm_mean": torch.tensor(config.norm_mean).view(-1, 1, 1),
-        "input_conditioner.norm_std": torch.tensor(config.norm_std).view(-1, 1, 1),
-    }
-    for name in names:
-        model.get_buffer(name).copy_(values[name])
+def report_not_finite(filler: Filler, source: str, strict: bool) -> None:
+    """Warn of NaN and infinite weights, or raise CheckpointError."""
+    if not filler.not_finite:
+        return
+    keys, dtype = filler.not_finite, filler.model.dtype
+    text = f"{source}: {len(keys)} tensors hold NaN or infinity as {dtype}: {shorten(keys)}"
+    if strict:
+        raise CheckpointError(text)
+    # the caller of from_pretrained or load_weights
+    warnings.warn(text, stacklevel=4)
