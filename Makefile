@@ -15,13 +15,14 @@ help:
 	@echo "make demo    encode the sample photos and a clip, leave features and pictures in out/"
 	@echo "make test    every test that this machine can run"
 	@echo "make lint    ruff check, ruff format --check, mypy      (make type: mypy alone)"
-	@echo "make aot     compile the kernels offline, no GPU needed"
+	@echo "make aot     compile the kernels offline for every GPU known, and check what came out; needs none"
 	@echo "make bench   time the encoder against Transformers' RadioModel"
 	@echo "make build   sdist and wheel in dist/"
 	@echo "make clean   remove what these made, and .venv"
 
 demo: env-cli
 	$(PY) -c "from radio_triton.cli import main; main(prog_name='radio-triton')" demo --out out
+	@$(if $(filter .venv/%,$(PY)),echo "      after: . .venv/bin/activate")
 
 test: env-dev
 	$(PY) -m pytest
@@ -34,7 +35,7 @@ type: env-dev
 	$(PY) -m mypy
 
 aot: env-dev
-	$(PY) -m pytest -m aot
+	$(PY) -m bench.static --check
 
 bench: env-dev
 	$(PY) -m bench.encoder

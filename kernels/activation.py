@@ -54,7 +54,9 @@ def swiglu_inplace_eager(x: Tensor) -> None:
 @triton.jit
 def _cheap_gelu(b_x):
     """x Phi(x) = max(x, 0) - |x| / 2 * erfc(|x| / sqrt 2), with erfc(z) = (1 + a1 z + ... + a6 z^6)^-16."""
-    b_z = tl.abs(b_x) * 0.7071067811865476
+    # beyond 1e4 the second term is 0, and infinity would make it NaN
+    b_size = tl.minimum(tl.abs(b_x), 1e4)
+    b_z = b_size * 0.7071067811865476
     b_p = b_z * 0.0000430638 + 0.0002765672
     b_p = b_p * b_z + 0.0001520143
     b_p = b_p * b_z + 0.0092705272
@@ -65,7 +67,7 @@ def _cheap_gelu(b_x):
     b_p *= b_p
     b_p *= b_p
     b_p *= b_p
-    return tl.maximum(b_x, 0.0) - 0.5 * tl.abs(b_x) / b_p
+    return tl.maximum(b_x, 0.0, propagate_nan=tl.PropagateNan.ALL) - 0.5 * b_size / b_p
 
 
 @triton.jit

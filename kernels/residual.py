@@ -10,7 +10,7 @@ so that what is normalised is what is kept.
 Cost: x and y read, x and n written: 4 streams of T * C elements, where separate kernels take 8; 9 FLOPs each.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -125,7 +125,7 @@ def _check_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torc
         )
 
 
-def _check_residual(x: Tensor, y: Tensor, scale: Tensor | None, *norm: object) -> None:
+def _check_residual(x: Tensor, y: Tensor, scale: Tensor | None, *norm: Any) -> None:
     require_floating("layerscale_residual", x)
     if x.ndim != 2 or x.shape != y.shape or x.device != y.device:
         raise ValueError(

@@ -1,5 +1,9 @@
 """The modules of the tower: embeddings and encoder, on the packed stream (T, C)."""
 
+from collections.abc import Callable
+from itertools import zip_longest
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -12,18 +16,22 @@ from .packing import Packing
 class InputConditioner(nn.Module):
     """Pixel statistics, mean and std (c, 1, 1): (x - mean) / std. They stay fp32 whatever `.to()` does."""
 
+    norm_mean: Tensor
+    norm_std: Tensor
+
     def __init__(self, config: RadioConfig) -> None:
         super().__init__()
         self.register_buffer("norm_mean", torch.tensor(config.norm_mean, dtype=torch.float32).view(-1, 1, 1))
         self.register_buffer("norm_std", torch.tensor(config.norm_std, dtype=torch.float32).view(-1, 1, 1))
 
-    def _apply(self, fn, recurse: bool = True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "InputConditioner":
         # bf16 would move the mean from 0.4815 to 0.4824
-        kept = dict(self._buffers)
+        kept = {"norm_mean": self.norm_mean, "norm_std": self.norm_std}
         super()._apply(fn, recurse)
-        for name, buffer in self._buffers.items():
-            if buffer.dtype != torch.float32:
-                self._buffers[name] = kept[name].to(buffer.device)
+        for name, exact in kept.items():
+            moved = self.get_buffer(name)
+            if moved.dtype != torch.float32:
+                self.register_buffer(name, exact.to(moved.device))
         return self
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -54,25 +62,12 @@ class PatchEmbeddings(nn.Module):
         self, image_rows: Tensor | None, video_rows: Tensor | None, packing: Packing, dtype: torch.dtype
     ) -> Tensor:
         """Rows of images and of tubelets, in the packing's order; the stream comes in `dtype`."""
-        parts = []
-        for rows, projection in (
-            (image_rows, self.patch_projection),
-            (video_rows, self.video_patch_projection),
-        ):
-            if rows is not None:
-                parts.append(projection(rows))
+        patches = [] if image_rows is None else [self.patch_projection(image_rows)]
+        if video_rows is not None and self.video_patch_projection is not None:
+            patches.append(self.video_patch_projection(video_rows))
         table = self.position_embedding.view(*self.config.position_grid, -1)
-        first, second = parts if len(parts) == 2 else (parts[0], None)
-        return ops.embed_tokens(
-            first,
-            second,
-            self.cls_register_token,
-            table,
-            packing,
-            self.config.cpe,
-            self.config.pos_align_corners,
-            dtype,
-        )
+        rule = (self.config.cpe, self.config.pos_align_corners)
+        return ops.embed_tokens(patches, self.cls_register_token, table, packing, *rule, dtype)
 
 
 class Attention(nn.Module):
@@ -86,10 +81,18 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(width, eps=config.layer_norm_eps) if config.qk_normalization else None
         self.k_norm = nn.RMSNorm(width, eps=config.layer_norm_eps) if config.qk_normalization else None
 
+    @torch.no_grad()
+    def zero_dummy_heads(self) -> None:
+        """Zero rows of q, k and v and zero columns of proj: the heads after the first change nothing."""
+        for x in (self.qkv.weight, self.qkv.bias):
+            if x is not None:
+                x.unflatten(0, (3, -1))[:, self.embed_dim :] = 0
+        self.proj.weight[:, self.embed_dim :] = 0
+
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """(T, C) to (T, C)."""
         qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_dim))
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             qkv = ops.qk_rms_norm(qkv, self.q_norm, self.k_norm, self.embed_dim)
         q, k, v = qkv.unbind(1)
         return self.proj(ops.varlen_attention(q, k, v, sequences, self.head_dim**-0.5))
@@ -168,13 +171,11 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """The stream (T, C) to the encoded stream (T, C); overwrites it where no gradient is needed."""
-        if len(self.layer):
-            first = self.layer[0].norm1
-            normed = ops.layer_norm(x, first, ops.compute_dtype(first.weight))
-        for layer, next_norm in zip(self.layer, self._next_norms(), strict=True):
+        layers = cast(list[Layer], list(self.layer))
+        norms = [layer.norm1 for layer in layers]
+        if layers:
+            normed = ops.layer_norm(x, norms[0], ops.compute_dtype(norms[0].weight))
+        for layer, next_norm in zip_longest(layers, norms[1:]):
             x, normed = layer(x, normed, next_norm, sequences)
-        return x if self.norm is None else ops.layer_norm(x, self.norm, x.dtype)
-
-    def _next_norms(self) -> list[nn.LayerNorm | None]:
         # the final norm stands apart: its result has the dtype of the stream
-        return [*(layer.norm1 for layer in self.layer[1:]), None][: len(self.layer)]
+        return x if self.norm is None else ops.layer_norm(x, self.norm, x.dtype)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from . import inputs, ops
 from .config import RadioConfig
 from .inputs import Frames, Inputs
-from .layers import Encoder, InputConditioner, PatchEmbeddings
+from .layers import Attention, Encoder, InputConditioner, PatchEmbeddings
 from .packing import Item, Packing
 
 
@@ -197,9 +197,9 @@ class RadioModel(nn.Module):
             raise ValueError(
                 "normalisation is external (make_preprocessor_external): pass normalised floats, not uint8"
             )
-        mean, std = (self.input_conditioner.norm_mean.flatten(), self.input_conditioner.norm_std.flatten())
-        statistics = (mean, std) if self.normalizes else (None, None)
-        return ops.patchify(frames, *statistics, self.config.patch_size, tubelet, self.dtype)
+        mean = self.input_conditioner.norm_mean.flatten() if self.normalizes else None
+        std = self.input_conditioner.norm_std.flatten() if self.normalizes else None
+        return ops.patchify(frames, mean, std, self.config.patch_size, tubelet, self.dtype)
 
     def _output(self, stream: Tensor, packing: Packing, form: str, feature_fmt: str) -> RadioOutput:
         positions, prefix, grids = self.summary_positions, packing.prefix, packing.grids
@@ -239,13 +239,9 @@ class RadioModel(nn.Module):
         """Positions and prefix tokens: normal, std 0.02. Dummy heads: zero, so that they change nothing."""
         nn.init.trunc_normal_(self.embeddings.position_embedding, std=0.02)
         nn.init.trunc_normal_(self.embeddings.cls_register_token, std=0.02)
-        width = self.config.hidden_size
-        for layer in self.encoder.layer if self.config.num_dummy_heads else ():
-            attention = layer.attention
-            attention.qkv.weight.unflatten(0, (3, -1))[:, width:] = 0
-            if attention.qkv.bias is not None:
-                attention.qkv.bias.unflatten(0, (3, -1))[:, width:] = 0
-            attention.proj.weight[:, width:] = 0
+        for module in self.encoder.modules():
+            if isinstance(module, Attention):
+                module.zero_dummy_heads()
 
 
 def _as_list(frames: Frames | None) -> list[Tensor]:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from .packing import Packing
 
 try:
-    from .kernels import activation, patchify, position, qk_norm, residual  # noqa: F401 (registers the ops)
+    # importing a kernel's file registers its ops
+    from .kernels import activation, position, qk_norm, residual  # noqa: F401
+    from .kernels import patchify as patchify_kernel  # noqa: F401
     from .kernels import varlen_attention as varlen_attention_kernel
     from .kernels._common import device_capability
 except ModuleNotFoundError as error:
@@ -84,8 +86,7 @@ def patchify(
 
 
 def embed_tokens(
-    patches: Tensor,
-    video_patches: Tensor | None,
+    patches: Sequence[Tensor],
     prefix: Tensor,
     table: Tensor,
     packing: Packing,
@@ -93,10 +94,14 @@ def embed_tokens(
     align_corners: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Prefix tokens, and patches with their positions, as the packed stream (T, C) in `dtype`."""
+    """Prefix tokens, and patches with their positions, as the packed stream (T, C) in `dtype`.
+
+    `patches` are (P, C) of the images, of the tubelets, or of both in this order.
+    """
+    first, second = (*patches, None)[:2]
     work = packing.work_list(position.BLOCK_T) if packing.device.type == "cuda" else None
     where = (packing.grid_table, packing.grid_table_cpu, packing.cu_seqlens, work)
-    return _op["embed_tokens"](patches, video_patches, prefix, table, *where, cpe, align_corners, dtype)
+    return _op["embed_tokens"](first, second, prefix, table, *where, cpe, align_corners, dtype)
 
 
 def layer_norm(x: Tensor, norm: nn.LayerNorm, dtype: torch.dtype) -> Tensor:

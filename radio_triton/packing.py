@@ -67,7 +67,7 @@ class Packing:
         self.grid_table_cpu = _host(self.grids, torch.int32).view(-1, 2)
         self.cu_seqlens = self._on_device(self.cu_seqlens_cpu)
         self.grid_table = self._on_device(self.grid_table_cpu)
-        self._work_lists: dict[int, Tensor] = {}
+        self._work_lists: dict[tuple[int, int | None], Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.grids)

@@ -251,13 +251,13 @@ def test_embed_tokens_bit_for_bit(
     packing = Packing(images, videos, prefix=3)
     rows = pixels(packing.patches, width).to(dtype)
     first, second = rows.split([packing.image_patches, packing.patches - packing.image_patches])
-    got = ops.embed_tokens(first, second, prefix, table, packing, cpe, corners, dtype)
+    got = ops.embed_tokens([first, second], prefix, table, packing, cpe, corners, dtype)
     counts = [h * w for h, w in packing.grids]
     for part, patches, grid in zip(
         got.split(packing.lengths), rows.split(counts), packing.grids, strict=True
     ):
         alone = Packing([grid], prefix=3)
-        assert torch.equal(part, ops.embed_tokens(patches, None, prefix, table, alone, cpe, corners, dtype))
+        assert torch.equal(part, ops.embed_tokens([patches], prefix, table, alone, cpe, corners, dtype))
         assert torch.equal(part[:3], prefix)
 
 

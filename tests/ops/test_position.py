@@ -65,7 +65,7 @@ def interpolated(table: Tensor, grid: Grid, cpe: bool, align: bool) -> Tensor:
 def positions(table: Tensor, grid: Grid, cpe: bool, align: bool) -> Tensor:
     """E (h, w, C) as the op adds it, to patches of zero."""
     patches, prefix = table.new_zeros(grid[0] * grid[1], table.shape[2]), table.new_zeros(0, table.shape[2])
-    out = ops.embed_tokens(patches, None, prefix, table, Packing([grid], prefix=0), cpe, align, table.dtype)
+    out = ops.embed_tokens([patches], prefix, table, Packing([grid], prefix=0), cpe, align, table.dtype)
     return out.view(*grid, -1)
 
 
@@ -152,7 +152,7 @@ def test_any_packing_in_float64(data: st.DataObject):
     rows = torch.randn(packing.patches, 3, dtype=torch.float64)
     video_rows = rows[packing.image_patches :] if videos else None
     got = ops.embed_tokens(
-        rows[: packing.image_patches], video_rows, prefix, table, packing, cpe, align, torch.float64
+        [rows[: packing.image_patches], video_rows], prefix, table, packing, cpe, align, torch.float64
     )
     want = stream(rows, prefix, [truth(table, grid, cpe, align) for grid in packing.grids])
     assert got.shape == (packing.tokens, 3)
@@ -165,7 +165,7 @@ def test_prefix_rows_are_the_parameter(prefix_dtype: torch.dtype, out: torch.dty
     packing = Packing([(2, 3), (2, 3), (1, 4)], prefix=3)
     prefix, table = rand(3, 8, dtype=prefix_dtype), rand(4, 4, 8, dtype=prefix_dtype)
     rows = rand(packing.patches, 8, dtype=prefix_dtype)
-    got = ops.embed_tokens(rows, None, prefix, table, packing, True, False, out)
+    got = ops.embed_tokens([rows], prefix, table, packing, True, False, out)
     assert got.dtype == out
     for start in packing.starts():
         assert torch.equal(got[start : start + 3], prefix.to(out))
@@ -178,7 +178,7 @@ def test_the_sample_is_rounded_before_it_is_added(model: torch.dtype, out: torch
     packing = Packing(grids, prefix=2)
     table, prefix = rand(4, 4, 16, dtype=model), rand(2, 16, dtype=model)
     rows = rand(packing.patches, 16, dtype=model)
-    got = ops.embed_tokens(rows, None, prefix, table, packing, True, False, out)
+    got = ops.embed_tokens([rows], prefix, table, packing, True, False, out)
     sampled = [positions(table, grid, True, False).to(out) for grid in grids]
     assert torch.equal(got, stream(rows.to(out), prefix.to(out), sampled))
 
@@ -188,10 +188,10 @@ def test_packed_equals_alone():
     packing = Packing(grids, tubelets, prefix=2)
     table, prefix, rows = rand(4, 6, 8), rand(2, 8), rand(packing.patches, 8)
     split = packing.image_patches
-    got = ops.embed_tokens(rows[:split], rows[split:], prefix, table, packing, True, False, torch.float32)
+    got = ops.embed_tokens([rows[:split], rows[split:]], prefix, table, packing, True, False, torch.float32)
     pieces = rows.split([h * w for h, w in packing.grids])
     alone = [
-        ops.embed_tokens(piece, None, prefix, table, Packing([grid], prefix=2), True, False, torch.float32)
+        ops.embed_tokens([piece], prefix, table, Packing([grid], prefix=2), True, False, torch.float32)
         for piece, grid in zip(pieces, packing.grids, strict=True)
     ]
     assert torch.equal(got, torch.cat(alone))
@@ -201,15 +201,15 @@ def test_strides_do_not_matter():
     packing = Packing([(2, 3), (1, 4)], prefix=2)
     rows, prefix, table = rand(30, 10)[::3, 1:9], rand(8, 2).t(), rand(8, 5, 4).permute(2, 1, 0)
     assert not (rows.is_contiguous() or prefix.is_contiguous() or table.is_contiguous())
-    got = ops.embed_tokens(rows, None, prefix, table, packing, True, False, torch.float32)
+    got = ops.embed_tokens([rows], prefix, table, packing, True, False, torch.float32)
     dense = [x.contiguous() for x in (rows, prefix, table)]
-    want = ops.embed_tokens(dense[0], None, *dense[1:], packing, True, False, torch.float32)
+    want = ops.embed_tokens([dense[0]], *dense[1:], packing, True, False, torch.float32)
     assert got.is_contiguous() and torch.equal(got, want)
 
 
 def test_no_sequences():
     got = ops.embed_tokens(
-        rand(0, 8), None, rand(2, 8), rand(4, 4, 8), Packing([], prefix=2), True, False, torch.float16
+        [rand(0, 8)], rand(2, 8), rand(4, 4, 8), Packing([], prefix=2), True, False, torch.float16
     )
     assert got.shape == (0, 8) and got.dtype == torch.float16
 

@@ -29,7 +29,18 @@ def embedding(n: int, d: torch.dtype) -> Arguments:
     grids = torch.tensor([(2, 3)] * (n - 1) + [(1, 4)], dtype=torch.int32)
     lengths = torch.tensor([0] + [8] * (n - 1) + [6]).cumsum(0, dtype=torch.int32)
     rows = rand(6 * (n - 1), 4, dtype=d), rand(4, 4, dtype=d)
-    return *rows, rand(2, 4, dtype=d), rand(4, 5, 4, dtype=d), grids, grids.clone(), lengths, None, True, False, d
+    return (
+        *rows,
+        rand(2, 4, dtype=d),
+        rand(4, 5, 4, dtype=d),
+        grids,
+        grids.clone(),
+        lengths,
+        None,
+        True,
+        False,
+        d,
+    )
 
 
 def branch(n: int, d: torch.dtype) -> Arguments:
