@@ -19,11 +19,12 @@ OPENAI_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 _SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-    "num_channels", "patch_size", "video_temporal_patch_size", "num_cls_tokens",
+    "num_channels", "patch_size", "video_temporal_patch_size", "num_cls_tokens", "vitdet_num_global",
 )  # fmt: skip
 _FLAGS = (
     "video_projection", "separate_video_embedder", "qkv_bias", "qk_normalization", "layer_scale",
-    "use_swiglu_ffn", "mlp_norm", "final_norm", "scaled_layer_norm", "patch_bias", "cpe",
+    "use_swiglu_ffn", "mlp_norm", "final_norm", "scaled_layer_norm", "patch_bias", "cpe", "vitdet_ragged",
+    "vitdet_supported",
     "pos_align_corners",
 )  # fmt: skip
 
@@ -73,6 +74,15 @@ class RadioConfig:
     summary_idxs: tuple[int, ...] | None = (0, 1)
     norm_mean: tuple[float, ...] = OPENAI_CLIP_MEAN
     norm_std: tuple[float, ...] = OPENAI_CLIP_STD
+    # ViTDet: sides of the windows in patches, None for none
+    vitdet_window_size: int | None = None
+    # windowed blocks between two global ones; None spreads vitdet_num_global global blocks evenly
+    vitdet_num_windowed: int | None = None
+    vitdet_num_global: int = 4
+    # True: images need not divide into windows, those at the edges are smaller
+    vitdet_ragged: bool = False
+    # whether the version was trained for windows
+    vitdet_supported: bool = True
 
     def __post_init__(self) -> None:
         if self.video_temporal_patch_size is None:
@@ -91,6 +101,9 @@ class RadioConfig:
         if self.summary_idxs is not None:
             indices = sequence("summary_idxs", self.summary_idxs)
             self._set("summary_idxs", tuple(integer("summary_idxs", index) for index in indices))
+        for name, least in (("vitdet_window_size", 1), ("vitdet_num_windowed", 0)):
+            if getattr(self, name) is not None:
+                self._set(name, integer(name, getattr(self, name), least))
         if self.video_projection is None:
             self._set("video_projection", self.video_temporal_patch_size > 1)
         for name in _FLAGS:
@@ -162,6 +175,12 @@ class RadioConfig:
     def max_resolution(self) -> tuple[int, int]:
         """(height, width) in pixels of the image for which the position table is used as it is."""
         return self.position_grid[0] * self.patch_size, self.position_grid[1] * self.patch_size
+
+    @property
+    def resolution_step(self) -> int:
+        """Height and width of an image are multiples of this many pixels: of a patch, or of a window."""
+        whole_windows = self.vitdet_window_size is not None and not self.vitdet_ragged
+        return self.patch_size * (self.vitdet_window_size or 1) if whole_windows else self.patch_size
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON; `RadioConfig(**d)` and `RadioConfig.from_hf(d)` read them back."""

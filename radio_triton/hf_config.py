@@ -8,7 +8,7 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from radio_triton.presets import arch_fields
+from radio_triton.presets import arch_fields, vitdet_fields
 
 # keys that only vLLM's native form has: it knows a mode without CPE, Transformers always resizes
 _VLLM_KEYS = ("qk_normalization", "intermediate_size", "separate_video_embedder")
@@ -110,7 +110,8 @@ def _from_args(source: Mapping[str, Any]) -> dict[str, Any]:
     # args.input_size only counts channels in the reference: the trunk keeps its own image size
     image = pair("img_size", kwargs.get("img_size") or 224)
     cpe = dino or tuple(side * patch for side in grid) != image
-    return fields | {"position_grid": grid, "cpe": cpe}
+    windows = vitdet_fields(source.get("version"))
+    return fields | windows | {"position_grid": grid, "cpe": cpe}
 
 
 def _apply_kwargs(fields: dict[str, Any], kwargs: Mapping[str, Any]) -> None:

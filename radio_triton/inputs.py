@@ -32,9 +32,9 @@ class Inputs:
     videos: Frames | None = None
 
 
-def nearest_resolution(patch_size: int, height: int, width: int) -> tuple[int, int]:
-    """The nearest multiples of the patch size, at least one; halves go to the even one, as in the reference."""
-    return max(round(height / patch_size), 1) * patch_size, max(round(width / patch_size), 1) * patch_size
+def nearest_resolution(step: int, height: int, width: int) -> tuple[int, int]:
+    """The nearest multiples of `step`, at least one; halves go to the even one, as in the reference."""
+    return max(round(height / step), 1) * step, max(round(width / step), 1) * step
 
 
 def read(config: RadioConfig, x: Any, imgs_sizes: Any, image_grid_hw: Any, num_frames: int | None) -> Inputs:
@@ -176,20 +176,29 @@ def _frames(config: RadioConfig, items: Any, name: str, ranks: tuple[int, ...]) 
 
 def _grid(config: RadioConfig, shape: Sequence[int], name: str, channels: int) -> Grid:
     """Patches (h, w) of pixels (channels, H, W) or (F, channels, H, W), after checking all of it."""
-    patch, (given, height, width) = config.patch_size, shape[-3:]
+    patch, step, (given, height, width) = config.patch_size, config.resolution_step, shape[-3:]
     if given != channels:
         axes = "(2, 0, 1)" if len(shape) == 3 else "(0, 3, 1, 2)"
         hint = f": it looks channels-last, use x.permute{axes}" if width == channels else ""
         raise ValueError(f"{name} needs {channels} channels, (…, {channels}, H, W), got {tuple(shape)}{hint}")
     if 0 in shape:
         raise ValueError(f"{name} has no pixels: {tuple(shape)}")
-    if height % patch or width % patch:
-        near = nearest_resolution(patch, height, width)
+    if height % step or width % step:
+        near = nearest_resolution(step, height, width)
         raise ValueError(
-            f"{name} is {height} x {width}, not a multiple of the patch size {patch}: resize it to {near[0]} x "
+            f"{name} is {height} x {width}, not a multiple of {_step_words(config)}: resize it to {near[0]} x "
             f"{near[1]}, the nearest supported (get_nearest_supported_resolution)"
         )
     return height // patch, width // patch
+
+
+def _step_words(config: RadioConfig) -> str:
+    if config.resolution_step == config.patch_size:
+        return f"the patch size {config.patch_size}"
+    return (
+        f"{config.resolution_step} = patch size {config.patch_size} x window {config.vitdet_window_size} "
+        "(vitdet_ragged=True takes smaller windows at the edges)"
+    )
 
 
 def _grids(config: RadioConfig, imgs_sizes: Any, image_grid_hw: Any) -> list[Grid]:
@@ -202,14 +211,15 @@ def _grids(config: RadioConfig, imgs_sizes: Any, image_grid_hw: Any) -> list[Gri
         )
     if not pairs:
         raise ValueError(f"{name} is empty: pass the size of each image")
-    step = config.patch_size if imgs_sizes is not None else 1
+    unit = config.patch_size if imgs_sizes is not None else 1
+    step = config.resolution_step // config.patch_size * unit
     for i, (h, w) in enumerate(pairs):
         if h < 1 or w < 1 or h % step or w % step:
             near = nearest_resolution(step, max(h, 0), max(w, 0))
             raise ValueError(
                 f"{name}[{i}] = {(h, w)} is not a positive multiple of {step}: the nearest is {near}"
             )
-    return [(int(h) // step, int(w) // step) for h, w in pairs]
+    return [(int(h) // unit, int(w) // unit) for h, w in pairs]
 
 
 def _is_pair(pair: Any) -> bool:

@@ -171,11 +171,18 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """The stream (T, C) to the encoded stream (T, C); overwrites it where no gradient is needed."""
-        layers = cast(list[Layer], list(self.layer))
+        return self.final_norm(self.blocks(x, sequences, 0, len(self.layer)))
+
+    def blocks(self, x: Tensor, sequences: Sequences, first: int, last: int) -> Tensor:
+        """The stream (T, C) after blocks first .. last - 1; overwrites it where no gradient is needed."""
+        layers = cast(list[Layer], list(self.layer))[first:last]
         norms = [layer.norm1 for layer in layers]
         if layers:
             normed = ops.layer_norm(x, norms[0], ops.compute_dtype(norms[0].weight))
         for layer, next_norm in zip_longest(layers, norms[1:]):
             x, normed = layer(x, normed, next_norm, sequences)
-        # the final norm stands apart: its result has the dtype of the stream
+        return x
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        """The norm after the last block, in the dtype of the stream; most checkpoints have none."""
         return x if self.norm is None else ops.layer_norm(x, self.norm, x.dtype)

@@ -14,7 +14,9 @@ from . import inputs, ops
 from .config import RadioConfig
 from .inputs import Frames, Inputs
 from .layers import Attention, Encoder, InputConditioner, PatchEmbeddings
+from .ops import Sequences
 from .packing import Item, Packing
+from .windows import walk, warn_if_unsupported
 
 
 @dataclass
@@ -91,6 +93,7 @@ class RadioModel(nn.Module):
         self.residual_dtype = residual_dtype
         self.normalizes = True
         self.load_report: Any = None
+        warn_if_unsupported(config)
         with torch.device(device):
             self.input_conditioner = InputConditioner(config)
             self.embeddings = PatchEmbeddings(config)
@@ -167,7 +170,21 @@ class RadioModel(nn.Module):
         stream, packing = self._encode(request)
         return self._output(stream, packing, "packed", "NLC").split()
 
+    def forward_intermediates(self, x: Any, indices: Any = None, *options: Any, **named: Any) -> Any:
+        """Features after chosen blocks: see `radio_triton.intermediates.forward_intermediates`."""
+        from .intermediates import forward_intermediates
+
+        return forward_intermediates(self, x, indices, *options, **named)
+
     def _encode(self, request: Inputs) -> tuple[Tensor, Packing]:
+        x, packing, sequences = self._embed(request)
+        if self.config.vitdet_window_size is None:
+            return self.encoder(x, sequences), packing
+        end = self.config.num_hidden_layers - 1
+        (_, x) = next(walk(self.encoder, x, packing, sequences, self.config, {end}))
+        return self.encoder.final_norm(x), packing
+
+    def _embed(self, request: Inputs) -> tuple[Tensor, Packing, Sequences]:
         packing = Packing(
             request.image_grids,
             request.tubelet_grids,
@@ -183,7 +200,7 @@ class RadioModel(nn.Module):
         dtype = ops.compute_dtype(self.embeddings.position_embedding)
         sequences = ops.prepare(packing, self.config.attention_width, self.config.head_dim, dtype)
         mark_dynamic(x, *sequences)
-        return self.encoder(x, sequences), packing
+        return x, packing, sequences
 
     def _patch_rows(self, frames: Frames | None, tubelet: int) -> Tensor | None:
         if frames is None:
@@ -202,6 +219,9 @@ class RadioModel(nn.Module):
         return ops.patchify(frames, mean, std, self.config.patch_size, tubelet, self.dtype)
 
     def _output(self, stream: Tensor, packing: Packing, form: str, feature_fmt: str) -> RadioOutput:
+        return self._arrange(stream, packing, form, feature_fmt)
+
+    def _arrange(self, stream: Tensor, packing: Packing, form: str, feature_fmt: str) -> RadioOutput:
         positions, prefix, grids = self.summary_positions, packing.prefix, packing.grids
         if form == "dense":
             tokens = stream.unflatten(0, (len(packing), -1))
@@ -223,7 +243,7 @@ class RadioModel(nn.Module):
 
     def get_nearest_supported_resolution(self, height: int, width: int) -> tuple[int, int]:
         """The (height, width) nearest to this that the model takes."""
-        return inputs.nearest_resolution(self.config.patch_size, height, width)
+        return inputs.nearest_resolution(self.config.resolution_step, height, width)
 
     def make_preprocessor_external(self) -> InputConditioner:
         """From now on take pixels as normalised already; returns the module that would do it."""

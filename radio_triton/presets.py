@@ -110,6 +110,14 @@ def get_preset(name: str) -> Preset:
     raise ValueError(f"no preset is called {name!r}; {hint}")
 
 
+def vitdet_fields(version: str | None) -> dict[str, Any]:
+    """How the version that a config names arranges ViTDet's windows; nothing where it is not known."""
+    known = (preset for preset in PRESETS if preset.name == version)
+    return {
+        key: value for preset in known for key, value in preset.fields.items() if key.startswith("vitdet_")
+    }
+
+
 def _refuse(name: str) -> None:
     for word, reason in REFUSED.items():
         if word in name.lower():
@@ -144,9 +152,9 @@ _GIANT = ("intermediate_size", "use_swiglu_ffn", "layer_scale", "scaled_layer_no
 PRESETS: tuple[Preset, ...] = (
     _preset("radio_v1", None, "vit_huge_patch14_224", None, "[C] patch and resolution", grid=75),
     _preset("radio_v2", None, "vit_huge_patch16_224", None,
-            "[C][R] ViT-H/16, patch and resolution", ("mlp_norm",)),
+            "[C][R] ViT-H/16, patch and resolution", ("mlp_norm",), vitdet_num_windowed=5),
     _preset("radio_v2.1", "nvidia/RADIO", "vit_huge_patch16_224", None,
-            "[C][R] ViT-H/16, patch and resolution; weights in bf16", ("mlp_norm",)),
+            "[C][R] ViT-H/16, patch and resolution; weights in bf16", ("mlp_norm",), vitdet_num_windowed=5),
     _preset("radio_v2.5-b", "nvidia/RADIO-B", "vit_base_patch16_224", _FOUR,
             "[C] patch and resolution; [G] issue 80 prints the tokens"),
     _preset("radio_v2.5-l", "nvidia/RADIO-L", "vit_large_patch16_224", (None, None, (0, 1, 2)),
@@ -157,7 +165,7 @@ PRESETS: tuple[Preset, ...] = (
             "[C] as radio_v2.5-h, with feature normalizers in the file", ("mlp_norm",)),
     _preset("radio_v2.5-g", "nvidia/RADIO-g", "dino_v2_g_student", (1, 4, (0,)),
             "[C] patch, resolution and tokens; [R] trunk, DINOv2 ViT-g/14; the statistics may be ImageNet's",
-            ("norm_mean", "norm_std")),
+            ("norm_mean", "norm_std"), vitdet_num_global=8),
     _preset("C-RADIO", "nvidia/C-RADIO", "vit_huge_patch16_224_mlpnorm", None,
             "[T] trunk; 16 prefix tokens, as 3 + 13 or as 4 + 12"),
     _preset("C-RADIOv2-B", "nvidia/C-RADIOv2-B", "vit_base_patch16_224", _FOUR, "[T] trunk and tokens"),
@@ -165,18 +173,21 @@ PRESETS: tuple[Preset, ...] = (
     _preset("C-RADIOv2-H", "nvidia/C-RADIOv2-H", "vit_huge_patch16_224", _FOUR,
             "[T] trunk and tokens; [X] Nemotron-Parse's config has the same"),
     _preset("c-radio_v2-g", "nvidia/C-RADIOv2-g", "vit_giant_patch16_224", None,
-            "[C] ViT-g/16, patch and resolution; scaled LayerNorms would leave no key", _GIANT),
+            "[C] ViT-g/16, patch and resolution; scaled LayerNorms would leave no key", _GIANT,
+            vitdet_num_global=8),
     _preset("c-radio_v2-vlm-h", "nvidia/C-RADIOv2-VLM-H", "vit_huge_patch16_224", None,
-            "[C] ViT-H/16, patch and resolution; the tower of Llama-Nemotron-Nano-VL-8B"),
+            "[C] ViT-H/16, patch and resolution; the tower of Llama-Nemotron-Nano-VL-8B",
+            vitdet_num_global=8),
     _preset("c-radio_v3-b", "nvidia/C-RADIOv3-B", "vit_base_patch16_v2_224", _FOUR,
-            "[C][R] patch and resolution; [T] LayerScale and tokens"),
+            "[C][R] patch and resolution; [T] LayerScale and tokens", vitdet_supported=False),
     _preset("c-radio_v3-l", "nvidia/C-RADIOv3-L", "vit_large_patch16_v2_224", _FOUR,
-            "[C][R] patch and resolution; [T] tokens; [T], [G] issue 164: LayerScale"),
+            "[C][R] patch and resolution; [T] tokens; [T], [G] issue 164: LayerScale", vitdet_supported=False),
     _preset("c-radio_v3-h", "nvidia/C-RADIOv3-H", "vit_huge_patch16_224", _FOUR,
             "[C][R] ViT-H/16, patch and resolution; [T] tokens; LayerScale in [T], none in another port",
-            ("layer_scale",)),
+            ("layer_scale",), vitdet_supported=False),
     _preset("c-radio_v3-g", "nvidia/C-RADIOv3-g", "vit_giant_patch16_224", None,
-            "[C][R] ViT-g/16, patch and resolution; scaled LayerNorms would leave no key", _GIANT),
+            "[C][R] ViT-g/16, patch and resolution; scaled LayerNorms would leave no key", _GIANT,
+            vitdet_supported=False),
     _preset("c-radio_v4-so400m", "nvidia/C-RADIOv4-SO400M", "vit_so400m_patch16_224", _TEN,
             "[C] patch and resolution; [T][N] trunk, tokens; [X] 330 tensors: no LayerScale or final norm"),
     _preset("c-radio_v4-h", "nvidia/C-RADIOv4-H", "vit_huge_patch16_224", _TEN,

@@ -64,6 +64,8 @@ def test_preset_states_or_disowns_every_fact(preset: Preset) -> None:
     # no fact of the architecture may come from RadioConfig's defaults, which are another release's
     free = {"video_temporal_patch_size", "video_projection", "separate_video_embedder", "num_dummy_heads"}
     facts = {field.name for field in dataclasses.fields(RadioConfig)} - free - {"norm_mean", "norm_std"}
+    # windows are a way to run a model, not a fact of its weights
+    facts = {name for name in facts if not name.startswith("vitdet_")}
     assert facts <= set(preset.fields) | set(preset.unknown)
     assert not set(preset.fields) & set(preset.unknown)
     assert any(tag in preset.evidence for tag in ("[C]", "[T]", "[X]"))
