@@ -86,16 +86,24 @@ _SPELLINGS = {
 }
 # what stands beside the trunk, and is no part of it
 _ADAPTOR = re.compile(r"(?:adaptors|_heads|_feature_projections)\.([^.]+)\.")
-_NORMALIZER = re.compile(r"_?(feature_normalizer|inter_feature_normalizer|intermediate_feature_normalizer)\.")
+_IN_ADAPTOR = re.compile(r"(?:^|\.)" + _ADAPTOR.pattern)
+_NORMALIZER = re.compile(r"_?(feature|inter_feature|intermediate_feature|intermediate)_normalizer\.")
 # the names at the top of a tower whose prefix is empty
 _ROOTS = re.compile(
     r"(base_model|model|radio_model|embeddings|encoder|blocks|patch_generator|input_conditioner|summary_idxs|norm"
-    r"|adaptors|reg_token|mask_token|_heads|_feature_projections|_?\w*feature_normalizer)(\.|$)"
+    r"|adaptors|reg_token|mask_token|_heads|_feature_projections|_?\w*feature_normalizer|intermediate_normalizer)(\.|$)"
 )
+
+
+# a message fits on a screen, whatever names and values a file has
+_LONGEST = 4000
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded; the message names the file's keys or facts and what is accepted."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if len(message) <= _LONGEST else f"{message[:_LONGEST]}…")
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,8 @@ class Layout:
         if adaptor := _ADAPTOR.match(rest):
             return f"part of adaptor {adaptor[1]}"
         if normalizer := _NORMALIZER.match(rest):
-            return f"part of the {normalizer[1].replace('inter_', 'intermediate_').replace('_', ' ')}"
+            kind = "feature" if normalizer[1] == "feature" else "intermediate feature"
+            return f"part of the {kind} normalizer"
         outer = self.trunk.removesuffix("inner.")
         if key.startswith(outer) and key.removeprefix(outer) in STATISTICS:
             # the native trunk's own are the tower's; the reference never applies those of its trunk
@@ -252,7 +261,8 @@ _START = re.compile(r"(?:^|\.)((?:blocks|encoder\.layer)\.\d+\.|patch_generator\
 
 def guess_trunk(key: str) -> str | None:
     """The prefix of the trunk that this one key would have; None, where it shows none."""
-    match = _START.search(key)
+    # the attention blocks of a head are named as a trunk's
+    match = None if _IN_ADAPTOR.search(key) else _START.search(key)
     return key[: match.start(1)] if match else None
 
 

@@ -1,10 +1,10 @@
 """Checkpoints of torch.save: screened first, then unpickled by torch's restricted unpickler only."""
 
 import argparse
-import os
 import pickletools
 import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,10 @@ _ALLOWED = {
     "builtins set",
     "__builtin__ set",
 } | {f"torch {name}" for name in dir(torch) if name in _DTYPES or name.endswith("Storage")}
-# where the local header of a zip entry, 30 bytes in all, gives the lengths of its two last fields
-_NAME_LENGTH = 26
+# the header before an entry of a zip file: its signature, and the lengths of its two last fields
+_LOCAL_HEADER = "<4s22xHH"
+# the flag of an entry whose name is not in cp437
+_UTF8 = 0x800
 # a state dict of names and shapes is far smaller
 _LARGEST_PICKLE = 256 << 20
 
@@ -53,7 +55,9 @@ def read_pickle(path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None, d
         raise CheckpointError(
             f"{path} holds a {type(content).__name__}: expected a dictionary with a state_dict"
         )
-    name = next((name for name in ("state_dict_ema", "state_dict") if content.get(name)), None)
+    names = [name for name in ("state_dict_ema", "state_dict") if content.get(name) is not None]
+    # training without EMA may leave an empty dictionary
+    name = next((name for name in names if not isinstance(content[name], Mapping) or content[name]), None)
     state = content[name] if name else content
     facts = {
         key: str(content[key])
@@ -85,7 +89,8 @@ def _screen(path: Path) -> None:
     if len(pickles) != 1 or pickles[0].file_size > _LARGEST_PICKLE:
         raise CheckpointError(f"{path} is a zip file, but not one of torch.save: expected one data.pkl")
     try:
-        names = _names(_read_stored(path, pickles[0]))
+        content = _read_stored(path, entries, pickles[0])
+        names = _names(content)
     except Exception as error:
         raise CheckpointError(f"{path} is truncated or corrupt: {_brief(error)}") from error
     if bad := sorted(names - _ALLOWED):
@@ -95,13 +100,30 @@ def _screen(path: Path) -> None:
         )
 
 
-def _read_stored(path: Path, entry: zipfile.ZipInfo) -> bytes:
-    """The bytes of an entry. Not by zipfile: it refuses files that torch wrote without checksums."""
+def _read_stored(path: Path, entries: list[zipfile.ZipInfo], wanted: zipfile.ZipInfo) -> bytes:
+    """The bytes of an entry. Not by zipfile: it refuses files that torch wrote without checksums.
+
+    ValueError where the bytes have another checksum, or any entry's own header is not as it should be: torch
+    looks at neither, and would read other bytes for a tensor's.
+    """
+    content = b""
     with open(path, "rb") as file:
-        file.seek(entry.header_offset + _NAME_LENGTH)
-        name, extra = struct.unpack("<HH", file.read(4))
-        file.seek(name + extra, os.SEEK_CUR)
-        return file.read(entry.file_size)
+        for entry in entries:
+            file.seek(entry.header_offset)
+            signature, name, extra = struct.unpack(_LOCAL_HEADER, file.read(struct.calcsize(_LOCAL_HEADER)))
+            found, fields = file.read(name), file.read(extra)
+            while len(fields) >= 4:
+                # an identifier, a length, and as many bytes
+                fields = fields[4:][int.from_bytes(fields[2:4], "little") :]
+            own = entry.orig_filename.encode("utf-8" if entry.flag_bits & _UTF8 else "cp437")
+            if signature != b"PK\x03\x04" or found != own or fields:
+                raise ValueError(f"{entry.filename} is not where the directory says")
+            if entry is wanted:
+                content = file.read(entry.file_size)
+    # without checksums torch writes 0
+    if wanted.CRC and zlib.crc32(content) != wanted.CRC:
+        raise ValueError(f"the checksum of {wanted.filename} is wrong")
+    return content
 
 
 def _names(pickle: bytes) -> set[str]:

@@ -50,11 +50,11 @@ def read_config(weights: Weights, slots: Mapping[str, Slot], overrides: Mapping[
 
 
 def _understand(source: dict[str, Any]) -> RadioConfig:
-    """What a config states; ValueError for one that says something else or something not supported."""
+    """What a config states; CheckpointError for one that says something else or something not supported."""
     try:
         return RadioConfig.from_hf(source)
-    except ValueError:
-        raise
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
     except Exception as error:
         raise CheckpointError(
             f"not a RADIO config that can be understood: {type(error).__name__}: {error}"
