@@ -1,7 +1,7 @@
 """Compile every kernel offline, for GPUs that need not be here, and read what came out of the compiler.
 
-    python -m bench.static [--json FILE] [--check] [--show KERNEL] [--arch sm_90 ...] [--dtype bf16 ...]
-                           [--head-dim 80 ...] [--without maps|alignment]
+    python -m bench.static [--json FILE] [--check] [--show KERNEL] [--kernel gelu ...] [--arch sm_90 ...]
+                           [--dtype bf16 ...] [--head-dim 80 ...] [--without maps|alignment]
 
 The launchers run on small CPU tensors while a recorder stands in for their jit function. It compiles what
 would have been launched, through Triton's own specialisation: the same tile, the same hints about alignment.
@@ -11,6 +11,7 @@ aligned, to see what it is worth. A row is evidence about the compiler, not a me
 
 spill_bytes is the stack frame of a thread, which holds nothing but spills. wide_loads are 16 bytes a thread,
 from global memory to registers or to shared memory, or TMA loads of a tile; narrow_loads are 1 or 2 bytes.
+head_dim is that of attention; a row of an elementwise kernel stands for all widths that get the same binary.
 """
 
 import argparse
@@ -33,11 +34,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from bench import budgets
-from radio_triton.kernels import varlen_attention
+from bench.static_cases import HEAD_DIMS, KERNELS, capability
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-HEAD_DIMS = (64, 72, 80, 128)
 
 
 class Sm(NamedTuple):
@@ -56,10 +56,6 @@ ARCHS = {
     "sm_100": Sm(228 << 10, 64, 32),
     "sm_120": Sm(100 << 10, 48, 24),
 }
-
-
-def capability(arch: str) -> tuple[int, int]:
-    return divmod(int(arch.removeprefix("sm_")), 10)
 
 
 class Driver:
@@ -103,34 +99,6 @@ def offline(module: ModuleType, name: str, arch: str) -> Iterator[Recorder]:
         yield recorder
 
 
-def attend(dtype: torch.dtype, head_dim: int, arch: str, without: str | None) -> None:
-    """The tiles of a large batch and, where it differs, of a small one, on a (T, 3, 16, D) buffer."""
-    width = 3 * 16 * head_dim
-    # eight more elements a row: aligned, but no multiple of a head's stride, which TMA needs
-    gap = {None: 0, "maps": 8, "alignment": 1}[without]
-    rows = torch.zeros(256, width + gap, dtype=dtype)[:, :width]
-    q, k, v = rows.unflatten(1, (3, 16, head_dim)).unbind(1)
-    cu_seqlens = torch.tensor([0, 256], dtype=torch.int32)
-    work = torch.zeros(2, 2, dtype=torch.int32)
-    tiles = [varlen_attention.block_m(head_dim, dtype, capability(arch), 16, [1034] * n) for n in (16, 1)]
-    for block_m in dict.fromkeys(tiles):
-        varlen_attention.varlen_attention_triton(
-            q, k, v, cu_seqlens, cu_seqlens, work, block_m, head_dim**-0.5
-        )
-
-
-class Case(NamedTuple):
-    """A kernel file, its jit function, a call of its launcher: (dtype, head size or None, arch, without)."""
-
-    module: ModuleType
-    function: str
-    call: Callable[..., None]
-    by_head_size: bool = False
-
-
-KERNELS = {"varlen_attention": Case(varlen_attention, "_kernel", attend, by_head_size=True)}
-
-
 def disassemble(cubin: bytes) -> tuple[str, int, int]:
     """SASS, registers a thread, bytes of stack a thread."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -165,10 +133,14 @@ def tensor_core_instructions(sass: str) -> dict[str, int]:
 
 
 def config(options: dict[str, Any]) -> str:
-    """Block sizes, warps, stages and the switches that are on: "128x64 w8 s2 tma"."""
+    """Block sizes, warps, stages and the switches that are on: "128x64 w8 s2 tma"; sizes that a kernel is
+    compiled for stand first: "C5120 1024 w4 cheap".
+    """
+    sizes = [f"{name}{options[name]}" for name in ("C", "P") if name in options]
     blocks = "x".join(str(value) for name, value in options.items() if name.startswith("BLOCK"))
+    stages = [f"s{options['num_stages']}"] if "num_stages" in options else []
     switches = [name.lower() for name, value in options.items() if value is True and name.isupper()]
-    return " ".join([blocks, f"w{options['num_warps']}", f"s{options['num_stages']}", *switches])
+    return " ".join([*sizes, blocks, f"w{options['num_warps']}", *stages, *switches])
 
 
 def measure(compiled: Any, options: dict[str, Any], arch: str) -> dict[str, Any]:
@@ -200,6 +172,12 @@ def narrow_offsets(ttir: str) -> list[str]:
     return [pair for pair in products if not re.search(r"%c(?:st|-?\d)", pair)]
 
 
+def narrow_accesses(ptx: str) -> list[str]:
+    """Masked loads and stores of less than 16 bytes a thread; scalars have no mask."""
+    found = re.findall(r"@!?%\w+ (?:ld|st)\.global\S*", ptx)
+    return [access for access in found if not re.search(r"v4\.b32|v2\.b64", access)]
+
+
 def main_loop(sass: str) -> str:
     """The loop with the most tensor core (else: FMA) instructions, without encodings."""
     lines = [re.sub(r"\s*/\*.*?\*/\s*", "    ", line).rstrip() for line in sass.splitlines()]
@@ -217,7 +195,7 @@ def main_loop(sass: str) -> str:
 def rows(selected: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Any]]:
     """Row and compiled kernel for everything that was selected."""
     for name, case in KERNELS.items():
-        if selected.show not in (None, name):
+        if name not in selected.kernel or selected.show not in (None, name):
             continue
         for arch in selected.arch:
             for dtype in selected.dtype:
@@ -225,21 +203,25 @@ def rows(selected: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Any]]:
                     with offline(case.module, case.function, arch) as recorder:
                         case.call(DTYPES[dtype], head_dim, arch, selected.without)
                     key = {"kernel": name, "arch": arch, "dtype": dtype, "head_dim": head_dim}
-                    for compiled, options in recorder.launches:
+                    # one kernel may serve many widths
+                    distinct = {
+                        id(compiled): launch for launch in recorder.launches for compiled in launch[:1]
+                    }
+                    for compiled, options in distinct.values():
                         yield key | measure(compiled, options, arch), compiled
 
 
 def line(row: dict[str, Any]) -> str:
     mma = " ".join(f"{count}x{name}" for name, count in row["mma"].items())
     return (
-        f"{row['kernel']:18}{row['arch']:7}{row['dtype']:5}{row['head_dim'] or '':4}  {row['config']:18}"
+        f"{row['kernel']:25}{row['arch']:7}{row['dtype']:5}{row['head_dim'] or '':4}  {row['config']:30}"
         f"{row['registers']:5}{row['spill_bytes']:7}{row['local_loads']:5}{row['shared_bytes']:8}"
         f"{row['ctas_per_sm']:5}{row['wide_loads']:6}{row['narrow_loads']:7}{row['waits']:6}  {mma}"
     )
 
 
 HEADER = (
-    f"{'kernel':18}{'arch':7}{'type':5}{'D':>4}  {'config':18}{'regs':>5}{'spill':>7}{'LDL':>5}{'shared':>8}"
+    f"{'kernel':25}{'arch':7}{'type':5}{'D':>4}  {'config':30}{'regs':>5}{'spill':>7}{'LDL':>5}{'shared':>8}"
     f"{'CTAs':>5}{'wide':>6}{'narrow':>7}{'waits':>6}  tensor core instructions"
 )
 
@@ -253,6 +235,7 @@ def main() -> None:
     parser.add_argument(
         "--show", metavar="KERNEL", choices=KERNELS, help="print the disassembly of its main loop"
     )
+    parser.add_argument("--kernel", nargs="+", choices=KERNELS, default=list(KERNELS))
     parser.add_argument("--arch", nargs="+", choices=ARCHS, default=list(ARCHS))
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--without", choices=["maps", "alignment"], help="what to take away")
@@ -268,7 +251,8 @@ def main() -> None:
         print(line(row), flush=True)
         found.append(row)
         where = f"{row['kernel']} {row['arch']} {row['dtype']} D = {row['head_dim']} {row['config']}"
-        broken += [f"{where}: {problem}" for problem in budgets.exceeded(row)]
+        accesses = narrow_accesses(compiled.asm["ptx"])
+        broken += [f"{where}: {problem}" for problem in budgets.exceeded(row, accesses)]
         broken += [f"{where}: 32-bit row offset {pair}" for pair in narrow_offsets(compiled.asm["ttir"])]
         if selected.show:
             print(main_loop(disassemble(compiled.asm["cubin"])[0]))

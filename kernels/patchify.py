@@ -68,14 +68,19 @@ def _patch_row(
     o_r = tl.arange(0, BLOCK_X * P2)
     o_y, o_x = (o_r % P2)[:, None], tl.arange(0, P2)[None, :]
     # products, not divisions: 2 instructions a pixel for about 20
-    scale: tl.constexpr = 1 / 255 if frames.dtype.element_ty == tl.uint8 else 1.0
     if NORMALIZE:
         b_mean, b_inverse = tl.load(mean + i_c), tl.div_rn(1.0, tl.load(std + i_c))
     for i_x in range(0, W, BLOCK_X):
         o_p = i_x + (o_r // P2)[:, None]
         m = (o_p < W) & (o_y < P) & (o_x < P)
         p_x = source + o_y.to(tl.int64) * f_h + (o_p * P + o_x).to(tl.int64) * f_w
-        b_x = tl.load(p_x, mask=m, other=0).to(tl.float32) * scale
+        b_x = tl.load(p_x, mask=m, other=0).to(tl.float32)
+        if frames.dtype.element_ty == tl.uint8:
+            if out.dtype.element_ty == tl.float32:
+                # the error of 1 / 255 would show
+                b_x = tl.div_rn(b_x, 255.0)
+            else:
+                b_x *= 1 / 255
         if NORMALIZE:
             b_x = (b_x - b_mean) * b_inverse
         p_out = out + (o_p.to(tl.int64) * (K * C) + i_k * C + i_c) * (P * P) + o_y * P + o_x
@@ -140,8 +145,8 @@ class Config(NamedTuple):
 
 def _config(patch_size: int, pixel_bytes: int, row_bytes: int) -> Config:
     """2048 pixels a step, 8 a thread, or 16 of uint8 to a 16-bit row: loads and stores of 16 bytes."""
-    # triton 3.7.1, sm_90, patches of 16: 32 registers, so an SM holds 2048 threads (16 pixels a thread to fp32: 48);
-    # patches of 14 begin at odd addresses, and go 2 elements at a time
+    # triton 3.7.1, sm_90, patches of 16: 32 registers, so an SM holds 2048 threads (uint8 to fp32, which divides: 40);
+    # 16 pixels a thread of any other kind take 40 to 48; rows of 14 begin anywhere, and go 2 elements at a time
     padded = triton.next_power_of_2(patch_size)
     return Config(padded, max(2048 // padded**2, 1), 4 if pixel_bytes == 1 and row_bytes == 2 else 8)
 

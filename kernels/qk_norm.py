@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._common import define, define_differentiable, define_inplace, on_device, require_floating, tl, triton
+from ._common import define_differentiable, define_inplace, on_device, require_floating, tl, triton
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -59,13 +59,20 @@ def qk_square_sums_eager(qkv: Tensor, embed_dim: int) -> Tensor:
     return torch.stack([_wide(x)[:, :embed_dim].square().sum(1) for x in qkv.unbind(1)[:2]], dim=1)
 
 
+def qk_rms_scale_eager(
+    qkv: Tensor, sums: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, embed_dim: int
+) -> Tensor:
+    """q and k scaled by sums of squares over `embed_dim` channels, those of all ranks together; v copied."""
+    (q, k, v), variance = qkv.unbind(1), sums / embed_dim
+    q, k = _scaled(q, q_weight, variance[:, :1], eps), _scaled(k, k_weight, variance[:, 1:], eps)
+    return torch.stack((q, k, v), dim=1)
+
+
 def qk_rms_scale_inplace_eager(
     qkv: Tensor, sums: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, embed_dim: int
 ) -> None:
-    """Scale q and k, in place, by sums of squares over `embed_dim` channels, those of all ranks together."""
-    variance = sums / embed_dim
-    for i, weight in enumerate((q_weight, k_weight)):
-        qkv[:, i] = _scaled(qkv[:, i], weight, variance[:, i : i + 1], eps)
+    """The same, written over q and k."""
+    qkv[:, :2] = qk_rms_scale_eager(qkv, sums, q_weight, k_weight, eps, embed_dim)[:, :2]
 
 
 @triton.jit
@@ -194,6 +201,15 @@ def qk_rms_scale_inplace_triton(
     _launch(qkv, sums, (q_weight, k_weight), 0, embed_dim, eps)
 
 
+def qk_rms_scale_triton(
+    qkv: Tensor, sums: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, embed_dim: int
+) -> Tensor:
+    """A new buffer."""
+    out = qkv.clone(memory_format=torch.contiguous_format)
+    qk_rms_scale_inplace_triton(out, sums, q_weight, k_weight, eps, embed_dim)
+    return out
+
+
 _ARGUMENTS = "Tensor q_weight, Tensor k_weight, float eps, int embed_dim"
 define_differentiable(
     f"qk_rms_norm(Tensor qkv, {_ARGUMENTS}) -> Tensor", qk_rms_norm_eager, _fake, _check, qk_rms_norm_triton
@@ -205,7 +221,7 @@ define_inplace(
     _check,
     qk_rms_norm_inplace_triton,
 )
-define(
+define_differentiable(
     "qk_square_sums(Tensor qkv, int embed_dim) -> Tensor",
     qk_square_sums_eager,
     lambda qkv, embed_dim: qkv.new_empty(
@@ -213,6 +229,13 @@ define(
     ),
     _check_sums,
     qk_square_sums_triton,
+)
+define_differentiable(
+    f"qk_rms_scale(Tensor qkv, Tensor sums, {_ARGUMENTS}) -> Tensor",
+    qk_rms_scale_eager,
+    lambda qkv, sums, *rest: torch.empty_like(qkv, memory_format=torch.contiguous_format),
+    _check_scale,
+    qk_rms_scale_triton,
 )
 define_inplace(
     f"qk_rms_scale_(Tensor(a!) qkv, Tensor sums, {_ARGUMENTS}) -> ()",

@@ -31,7 +31,7 @@ except ModuleNotFoundError as error:
 # fmt: off
 OPS = (
     "patchify", "patchify_list", "embed_tokens", "layer_norm", "qk_rms_norm", "qk_rms_norm_", "qk_square_sums",
-    "qk_rms_scale_", "varlen_attention", "layerscale_residual", "layerscale_residual_", "layerscale_residual_norm",
+    "qk_rms_scale", "qk_rms_scale_", "varlen_attention", "layerscale_residual", "layerscale_residual_", "layerscale_residual_norm",
     "layerscale_residual_norm_", "gelu", "gelu_", "swiglu", "swiglu_",
 )
 # fmt: on

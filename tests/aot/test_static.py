@@ -1,5 +1,6 @@
 """What the compiler makes of the kernels for GPUs that are not here: bench.static, in its own process."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -37,7 +38,7 @@ def rows(folder: Path, *args: str) -> list[dict[str, Any]]:
 
 
 def test_hopper_and_ampere_keep_their_budgets(tmp_path: Path) -> None:
-    found = rows(tmp_path, "--arch", "sm_90", "sm_80")
+    found = rows(tmp_path, "--kernel", "varlen_attention", "--arch", "sm_90", "sm_80")
     assert all(list(row) == KEYS for row in found)
     combinations = {(row["arch"], row["dtype"], row["head_dim"]) for row in found}
     assert len(combinations) == 2 * 3 * 4
@@ -50,9 +51,24 @@ def test_hopper_and_ampere_keep_their_budgets(tmp_path: Path) -> None:
         assert row["ctas_per_sm"] >= (2 if row["head_dim"] <= 80 else 1)
 
 
+def test_elementwise_kernels_keep_their_budgets(tmp_path: Path) -> None:
+    found = rows(tmp_path, "--kernel", *budgets.ELEMENTWISE, "--arch", "sm_90", "sm_80")
+    assert all(list(row) == KEYS and row["head_dim"] is None for row in found)
+    kinds = {(row["kernel"], row["arch"], row["dtype"]) for row in found}
+    assert kinds == set(itertools.product(budgets.ELEMENTWISE, ["sm_90", "sm_80"], ["bf16", "fp16", "fp32"]))
+    for row in found:
+        assert row["spill_bytes"] == row["local_loads"] == 0
+        # every released width is a multiple of 128, and a row of 14 pixels is a multiple of nothing
+        assert row["wide_loads"] or "P14" in row["config"] or "patchify" in row["kernel"]
+        if row["arch"] == "sm_90" and row["dtype"] == "bf16" and "P14" not in row["config"]:
+            threads = 32 * row["ctas_per_sm"] * int(row["config"].split(" w")[1].split()[0])
+            assert threads == 2048 or (row["kernel"] == "embed_tokens" and threads == 1536)
+
+
 def test_other_archs_keep_their_budgets(tmp_path: Path) -> None:
     found = rows(tmp_path, "--arch", "sm_89", "sm_100", "sm_120", "--dtype", "bf16")
-    assert {row["arch"] for row in found} == {"sm_89", "sm_100", "sm_120"}
+    every = itertools.product(["varlen_attention", *budgets.ELEMENTWISE], ["sm_89", "sm_100", "sm_120"])
+    assert {(row["kernel"], row["arch"]) for row in found} == set(every)
     assert all(row["shared_bytes"] <= 99 * 1024 for row in found if row["arch"] != "sm_100")
 
 
@@ -60,7 +76,7 @@ def test_the_other_head_sizes_compile(tmp_path: Path) -> None:
     sizes = ["8", "104", "256"]
     done = run(
         *("-m", "bench.static", "--json", str(tmp_path / "rows.json"), "--head-dim", *sizes),
-        *("--arch", "sm_90", "sm_89", "--dtype", "bf16"),
+        *("--kernel", "varlen_attention", "--arch", "sm_90", "sm_89", "--dtype", "bf16"),
     )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "rows.json").read_text())
@@ -122,6 +138,7 @@ def test_a_budget_that_is_exceeded_is_seen(change: dict[str, Any], problem: str)
         "arch": "sm_90",
         "dtype": "bf16",
         "head_dim": 80,
+        "config": "128x64 w8 s2 tma",
         "ctas_per_sm": 2,
         "wide_loads": 17,
         "waits": 7,
@@ -131,6 +148,39 @@ def test_a_budget_that_is_exceeded_is_seen(change: dict[str, Any], problem: str)
     }
     assert budgets.exceeded(good) == []
     assert any(problem in found for found in budgets.exceeded(good | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"registers": 33}, "registers is 33"),
+        ({"spill_bytes": 4}, "spill_bytes"),
+        ({"wide_loads": 0}, "under 1"),
+    ],
+)
+def test_an_elementwise_budget_that_is_exceeded_is_seen(change: dict[str, Any], problem: str) -> None:
+    good = {
+        "kernel": "gelu",
+        "arch": "sm_90",
+        "dtype": "bf16",
+        "head_dim": None,
+        "config": "C5120 1024 w4 cheap",
+    }
+    good |= {"registers": 32, "spill_bytes": 0, "local_loads": 0, "narrow_loads": 0, "wide_loads": 1}
+    assert budgets.exceeded(good) == []
+    assert any(problem in found for found in budgets.exceeded(good | change))
+    assert budgets.exceeded(good, ["@%p1 st.global.v2.b32"]) == [
+        "@%p1 st.global.v2.b32 is narrower than 16 bytes"
+    ]
+
+
+def test_an_access_of_less_than_16_bytes_is_seen() -> None:
+    code = """
+from bench.static import narrow_accesses as narrow
+print(narrow("@%p1 ld.global.v4.b32 { %r1 }, [ %rd1 + 0 ];"), narrow("ld.global.b32 { %r1 }, [ %rd1 ];"),
+      narrow("@%p1 ld.global.v2.b32 { %r1 }, [ %rd1 ];"), narrow("@!%p2 st.global.b16 [ %rd1 ], { %rs1 };"))
+"""
+    assert run("-c", code).stdout.strip() == "[] [] ['@%p1 ld.global.v2.b32'] ['@!%p2 st.global.b16']"
 
 
 def test_a_32_bit_row_offset_is_seen() -> None:

@@ -62,6 +62,11 @@ CASES: dict[str, Callable[[int, torch.dtype], Arguments]] = {
     "embed_tokens": embedding,
     "layer_norm": lambda n, d: (rand(n, 6, dtype=d), *norm(d)),
     "qk_rms_norm": lambda n, d: (rand(n, 3, 2, 4, dtype=d), rand(8, dtype=d), rand(8, dtype=d), EPS, 6),
+    "qk_square_sums": lambda n, d: (rand(n, 3, 2, 4, dtype=d), 6),
+    "qk_rms_scale": lambda n, d: (
+        *(rand(n, 3, 2, 4, dtype=d), rand(n, 2, dtype=torch.promote_types(d, torch.float32)).abs() + 1),
+        *(rand(8, dtype=d), rand(8, dtype=d), EPS, 6),
+    ),
     "layerscale_residual": lambda n, d: (*branch(n, d), rand(6, dtype=d)),
     "layerscale_residual/plain": lambda n, d: (*branch(n, d), None),
     "layerscale_residual_norm": lambda n, d: (*branch(n, d), rand(6, dtype=d), *norm(d)),
@@ -202,11 +207,12 @@ def test_gradients_are_the_callers_own(case: str):
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_in_bf16(case: str):
     arguments = CASES[case](8, torch.bfloat16)
-    got = gradients(case, trainable(arguments))
+    own = trainable(arguments)
+    got, inputs = gradients(case, own), leaves(own)
     wide = tree_map_only(torch.dtype, lambda _: torch.float64, arguments)
     wide = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, wide)
     for i, (grad, want) in enumerate(zip(got, gradients(case, trainable(wide)), strict=True)):
-        assert grad.dtype == torch.bfloat16
+        assert grad.dtype == inputs[i].dtype
         assert rel_error(grad, want) < 4 * torch.finfo(torch.bfloat16).eps, f"input {i}"
 
 
