@@ -7,14 +7,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from radio_triton.checkpoint import available_adaptors
     from radio_triton.config import RadioConfig
     from radio_triton.model import RadioModel, RadioOutput
     from radio_triton.packing import Packing
 
 __version__ = "0.1.0"
-__all__ = ["Packing", "RadioConfig", "RadioModel", "RadioOutput", "__version__"]
+__all__ = ["Packing", "RadioConfig", "RadioModel", "RadioOutput", "__version__", "available_adaptors"]
 
-_HOME = {"Packing": "packing", "RadioConfig": "config", "RadioModel": "model", "RadioOutput": "model"}
+_HOME = {
+    "Packing": "packing",
+    "RadioConfig": "config",
+    "RadioModel": "model",
+    "RadioOutput": "model",
+    "available_adaptors": "checkpoint",
+}
 
 
 def __getattr__(name: str) -> object:

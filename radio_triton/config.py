@@ -222,11 +222,16 @@ class RadioConfig:
         if not isinstance(source, Mapping):
             raise TypeError(f"from_hf takes a dict or a config object, got {type(source).__name__}")
         if "position_grid" in source:
-            own = {key: value for key, value in source.items() if key not in ("model_type", "architectures")}
+            own = {key: value for key, value in source.items() if key not in _NOT_FIELDS}
             return cls(**_override(_override({}, own), overrides))
         return cls(**_override(hf_fields(source), overrides))
 
 
+# what our own config.json has besides: of adaptors and normalizers see checkpoint/heads.py
+_NOT_FIELDS = (
+    "model_type", "architectures", "adaptor_names", "adaptor_configs", "feature_normalizer_config",
+    "inter_feature_normalizer_config",
+)  # fmt: skip
 _FIELDS = tuple(field.name for field in dataclasses.fields(RadioConfig))
 
 

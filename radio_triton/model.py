@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from . import inputs, ops
 from .config import RadioConfig
 from .inputs import Frames, Inputs
 from .layers import Attention, Encoder, InputConditioner, PatchEmbeddings
+from .normalizers import FeatureNormalizer, IntermediateNormalizer
+from .nvidia_api import NvidiaApi
 from .ops import Sequences
 from .packing import Item, Packing
 from .windows import walk, warn_if_unsupported
@@ -52,22 +55,47 @@ class RadioOutput:
 
     def split(self) -> list["RadioOutput"]:
         """One output for each thing passed: (k * C,) and (N, C) of an image, (t, …) of a video."""
-        stream = self.last_hidden_state.reshape(self.packing.tokens, -1)
-        starts = self.packing.starts()
-        return [self._item(stream, starts[item.first], item) for item in self.packing.items]
+        packing = self.packing
+        stream = self.last_hidden_state.reshape(packing.tokens, -1)
+        # an adaptor's grid may be finer than the packing's
+        grids = self.grid if isinstance(self.grid, list) else [self.grid[-2:]] * len(packing)
+        rows, starts = self._rows(), [0, *accumulate(h * w for h, w in grids)]
+        outputs = []
+        for item in packing.items:
+            first, last = item.first, item.first + item.count
+            tokens = stream[packing.cu_seqlens_cpu[first] : packing.cu_seqlens_cpu[last]]
+            features = rows[starts[first] : starts[last]]
+            outputs.append(self._item(item, tokens, features, (grids[first][0], grids[first][1])))
+        for name, adaptor in self.adaptors.items():
+            for output, part in zip(outputs, adaptor.split(), strict=True):
+                output.adaptors[name] = part
+        return outputs
 
-    def _item(self, stream: Tensor, start: int, item: Item) -> "RadioOutput":
-        grid, prefix = self.packing.grids[item.first], self.packing.prefix
-        length = self.packing.lengths[item.first]
-        tokens = stream[start : start + item.count * length].unflatten(0, (item.count, length))
-        summary, features = tokens[:, list(self.summary_idxs)].flatten(1), tokens[:, prefix:]
-        packing = Packing([grid] * item.count, prefix=prefix, items=[Item(0, item.count, item.is_video)])
+    def _rows(self) -> Tensor:
+        """The features of all sequences, end to end, in whatever format they are: (P, C)."""
+        if isinstance(self.features, list):
+            return torch.cat([x.flatten(1).T for x in self.features])
+        return (
+            self.features.flatten(2).mT.flatten(0, 1)
+            if self.features.ndim == 4
+            else self.features.flatten(0, -2)
+        )
+
+    def _item(self, item: Item, tokens: Tensor, features: Tensor, grid: tuple[int, int]) -> "RadioOutput":
+        packing = Packing(
+            [self.packing.grids[item.first]] * item.count,
+            prefix=self.packing.prefix,
+            items=[Item(0, item.count, item.is_video)],
+        )
+        summary = self.summary if self.summary.ndim == 2 else self.summary[None]
+        summary = summary[item.first : item.first + item.count]
+        tokens, features = (x.unflatten(0, (item.count, -1)) for x in (tokens, features))
         if item.is_video:
             return RadioOutput(summary, features, tokens, packing, (item.count, *grid), self.summary_idxs)
         return RadioOutput(summary[0], features[0], tokens[0], packing, grid, self.summary_idxs)
 
 
-class RadioModel(nn.Module):
+class RadioModel(NvidiaApi, nn.Module):
     """A RADIO tower. `RadioModel(config)` has random weights; `from_pretrained` reads a checkpoint.
 
     Args: `dtype` of the parameters; `residual_dtype`, of the stream between blocks and of the output: None is
@@ -93,6 +121,10 @@ class RadioModel(nn.Module):
         self.residual_dtype = residual_dtype
         self.normalizes = True
         self.load_report: Any = None
+        # what stands beside the trunk in a checkpoint: see checkpoint/heads.py
+        self.adaptors = nn.ModuleDict()
+        self.feature_normalizer: FeatureNormalizer | None = None
+        self.intermediate_normalizer: IntermediateNormalizer | None = None
         warn_if_unsupported(config)
         with torch.device(device):
             self.input_conditioner = InputConditioner(config)
@@ -219,7 +251,14 @@ class RadioModel(nn.Module):
         return ops.patchify(frames, mean, std, self.config.patch_size, tubelet, self.dtype)
 
     def _output(self, stream: Tensor, packing: Packing, form: str, feature_fmt: str) -> RadioOutput:
-        return self._arrange(stream, packing, form, feature_fmt)
+        output = self._arrange(stream, packing, form, "NLC")
+        if self.feature_normalizer is not None:
+            output.features = self.feature_normalizer(output.features)
+        output.adaptors = {name: adaptor(output) for name, adaptor in self.adaptors.items()}
+        if feature_fmt == "NCHW":
+            for part in (output, *output.adaptors.values()):
+                part.features = as_maps(part.features, part.grid)
+        return output
 
     def _arrange(self, stream: Tensor, packing: Packing, form: str, feature_fmt: str) -> RadioOutput:
         positions, prefix, grids = self.summary_positions, packing.prefix, packing.grids
@@ -228,17 +267,13 @@ class RadioModel(nn.Module):
             summary, features = tokens[:, list(positions)].flatten(1), tokens[:, prefix:]
             item = packing.items[0]
             grid = (item.count, *grids[0]) if item.is_video and len(packing.items) == 1 else grids[0]
-            if feature_fmt == "NCHW":
-                features = features.unflatten(1, grids[0]).permute(0, 3, 1, 2)
+            features = as_maps(features, grid) if feature_fmt == "NCHW" else features
             return RadioOutput(summary, features, tokens, packing, grid, positions)
         summary = stream[packing.token_rows(positions)].view(len(packing), -1)
         features = stream[packing.patch_rows]
-        if feature_fmt == "NCHW":
-            parts = features.split([h * w for h, w in grids])
-            maps = [part.unflatten(0, grid).permute(2, 0, 1) for part, grid in zip(parts, grids, strict=True)]
-            return RadioOutput(summary, maps, stream, packing, grids, positions)
         if form == "packed_batch":
             features = features[None]
+        features = as_maps(features, grids) if feature_fmt == "NCHW" else features
         return RadioOutput(summary, features, stream, packing, grids, positions)
 
     def get_nearest_supported_resolution(self, height: int, width: int) -> tuple[int, int]:
@@ -266,6 +301,14 @@ class RadioModel(nn.Module):
 
 def _as_list(frames: Frames | None) -> list[Tensor]:
     return [] if frames is None else [frames] if isinstance(frames, Tensor) else frames
+
+
+def as_maps(features: Any, grid: tuple[int, ...] | list[tuple[int, int]]) -> Tensor | list[Tensor]:
+    """Features in NLC as views: (S, C, h, w) of a dense batch, a list of (C, h, w) of a packed one."""
+    if isinstance(grid, tuple):
+        return features.unflatten(1, grid[-2:]).permute(0, 3, 1, 2)
+    parts = features.flatten(0, -2).split([h * w for h, w in grid])
+    return [part.unflatten(0, size).permute(2, 0, 1) for part, size in zip(parts, grid, strict=True)]
 
 
 def mark_dynamic(*tensors: Any) -> None:

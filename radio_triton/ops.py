@@ -30,9 +30,9 @@ except ModuleNotFoundError as error:
 
 # fmt: off
 OPS = (
-    "patchify", "patchify_list", "embed_tokens", "layer_norm", "qk_rms_norm", "qk_rms_norm_", "qk_square_sums",
-    "qk_rms_scale", "qk_rms_scale_", "varlen_attention", "layerscale_residual", "layerscale_residual_", "layerscale_residual_norm",
-    "layerscale_residual_norm_", "gelu", "gelu_", "swiglu", "swiglu_",
+    "patchify", "patchify_list", "embed_tokens", "layer_norm", "varlen_attention", "gelu", "gelu_", "swiglu", "swiglu_",
+    "qk_rms_norm", "qk_rms_norm_", "qk_square_sums", "qk_rms_scale", "qk_rms_scale_", "layerscale_residual",
+    "layerscale_residual_", "layerscale_residual_norm", "layerscale_residual_norm_",
 )
 # fmt: on
 _op = {name: getattr(torch.ops.radio_triton, name).default for name in OPS}

@@ -225,8 +225,7 @@ def _gamma(state: State) -> State:
 def _heads(state: State) -> State:
     beside = {
         "_heads.0.fc1.weight": (8, 32), "_feature_projections.0.final.0.weight": (8,),
-        "_heads.sam.fc1.weight": (8, 32), "_intermediate_feature_normalizer.alphas": (2,),
-        "_feature_normalizer.mean": (32,), "_feature_normalizer.tx": (32, 32),
+        "_heads.sam.fc1.weight": (8, 32),
     }  # fmt: skip
     return state | {name: torch.randn(shape) for name, shape in beside.items()}
 

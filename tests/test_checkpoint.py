@@ -201,7 +201,6 @@ def test_describe_reads_no_parameter(
     tower = describe(weights)
     assert tower.config == model.config
     assert set(tower.adaptors) == {"clip", "sam"}
-    assert set(tower.normalizers) == {"feature normalizer", "intermediate feature normalizer"}
     assert (tower.dtype, tower.unknown, weights.metadata["epoch"]) == (torch.float32, (), "3")
     assert set(read) == {"input_conditioner.norm_mean", "input_conditioner.norm_std"}
 

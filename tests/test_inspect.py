@@ -105,7 +105,10 @@ def torch_hub(path: Path) -> Path:
             ] = x
     state["module._heads.clip.fc1.weight"] = torch.zeros(3, 64)
     state["module._heads.1.fc1.weight"] = torch.zeros(2, 64)
-    state["module._feature_normalizer.mean"] = torch.zeros(64)
+    state |= {
+        "module._feature_normalizer.mean": torch.zeros(64),
+        "module._feature_normalizer.tx": torch.eye(64),
+    }
     args = Namespace(**json.loads((LEGACY / "config.json").read_text())["args"])
     torch.save({"arch": "x", "epoch": 3, "state_dict": state, "args": args}, path)
     return path
@@ -117,7 +120,7 @@ def test_a_torch_hub_file_with_heads(tmp_path: Path) -> None:
     assert found["adaptors"] == ["clip", "dino_v2"]
     assert found["normalizers"] == ["feature normalizer"]
     assert found["parameters"]["adaptor clip"] == 192 and found["parameters"]["adaptor dino_v2"] == 128
-    assert found["parameters"]["feature normalizer"] == 64
+    assert found["parameters"]["feature normalizer"] == 64 + 64 * 64
     assert found["config"]["num_registers"] == 7
 
 

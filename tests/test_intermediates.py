@@ -1,7 +1,6 @@
 """forward_intermediates: golden files, every call form, windows, the caller's order, and what bad arguments get."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from safetensors.torch import load_file
 
 from helpers import rel_error
 from radio_triton import RadioModel
-from radio_triton.checkpoint.files import open_weights
 from test_windows import tiny
 from windowed import blocks_of
 
@@ -20,15 +18,7 @@ LIMIT = 1e-4
 
 @pytest.fixture(scope="module")
 def golden() -> tuple[RadioModel, dict[str, torch.Tensor]]:
-    checkpoint = GOLDEN / "checkpoint.pth.tar"
-    model = RadioModel.from_pretrained(checkpoint)
-    weights = open_weights(checkpoint)
-    names = {
-        key.rsplit(".", 1)[1]: key for key in weights.shapes if "_intermediate_feature_normalizer." in key
-    }
-    model.intermediate_normalizer = SimpleNamespace(
-        **{name: weights.read(key) for name, key in names.items()}
-    )
+    model = RadioModel.from_pretrained(GOLDEN / "checkpoint.pth.tar")
     return model, load_file(GOLDEN / "io.safetensors")
 
 

@@ -268,9 +268,6 @@ def test_report_of_heads_beside_the_trunk(model: RadioModel, tmp_path: Path) -> 
         "_heads.0.fc1.weight": "part of adaptor clip",
         "_feature_projections.0.final.0.weight": "part of adaptor clip",
         "_heads.sam.fc1.weight": "part of adaptor sam",
-        "_feature_normalizer.mean": "part of the feature normalizer",
-        "_feature_normalizer.tx": "part of the feature normalizer",
-        "_intermediate_feature_normalizer.alphas": "part of the intermediate feature normalizer",
     }
     assert report.defaulted == ("summary_idxs",)
 

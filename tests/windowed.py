@@ -19,10 +19,7 @@ def blocks_of(model: RadioModel, image: Tensor) -> list[Tensor]:
     x, _, _ = model._embed(model_inputs(model, image))
     streams = []
     for layer, windowed in zip(model.encoder.layer, windowed_blocks(config), strict=True):
-        if windowed:
-            x = torch.cat((x[:prefix], block(layer, x[prefix:], same)))
-        else:
-            x = block(layer, x, None)
+        x = torch.cat((x[:prefix], block(layer, x[prefix:], same))) if windowed else block(layer, x, None)
         streams.append(x)
     return streams
 

@@ -3,6 +3,7 @@
 from .architecture import Tower, describe
 from .files import Weights, open_weights
 from .fill import LoadReport
+from .heads import available_adaptors
 from .keys import CheckpointError
 from .load import load_model
 from .stream import load_weights
@@ -12,6 +13,7 @@ __all__ = [
     "LoadReport",
     "Tower",
     "Weights",
+    "available_adaptors",
     "describe",
     "load_model",
     "load_weights",

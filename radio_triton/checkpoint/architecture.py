@@ -1,6 +1,6 @@
 """What a checkpoint is: its layout, its architecture, and what each of its keys means."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 
 from ..config import RadioConfig
 from .files import Weights
+from .heads import Beside, read_beside
 from .keys import STATISTICS, CheckpointError, Layout, Slot, find_layout
 from .shapes import read_config
 
@@ -22,7 +23,7 @@ class Tower:
 
     dtype: what its parameters become unless the caller says otherwise. slots: our parameter, or part of one,
     by key. ignored: a reason by key. unknown: keys of the tower that nothing explains. adaptors, normalizers:
-    what stands beside the trunk.
+    what stands beside the trunk. beside: what of it is loaded.
     """
 
     layout: Layout
@@ -33,9 +34,16 @@ class Tower:
     unknown: tuple[str, ...]
     adaptors: tuple[str, ...]
     normalizers: tuple[str, ...]
+    beside: Beside
 
 
-def describe(weights: Weights, **overrides: Any) -> Tower:
+def describe(
+    weights: Weights,
+    *,
+    adaptor_names: str | Iterable[str] | None = None,
+    adaptor_block_eps: float | None = None,
+    **overrides: Any,
+) -> Tower:
     """Read layout and architecture; no parameter is read. `overrides` are fields of RadioConfig.
 
     num_hidden_layers=n means the first n blocks. CheckpointError where the file holds no RADIO tower,
@@ -58,19 +66,21 @@ def describe(weights: Weights, **overrides: Any) -> Tower:
     slots = {key: slot for key, slot in slots.items() if key not in ignored}
     adaptors = {key: _adaptor_name(weights, name) for key in located if (name := layout.adaptor(key))}
     ignored |= {key: f"part of adaptor {name}" for key, name in adaptors.items()}
+    normalizers = dict.fromkeys(
+        why.removeprefix("part of the ") for why in ignored.values() if why.endswith("normalizer")
+    )
+    beside, more = read_beside(weights, layout, config, adaptor_names, adaptor_block_eps)
+    _check_tensors(weights, more)
     return Tower(
         layout,
         config,
         _dtype(weights, slots),
-        slots,
-        ignored,
+        slots | more,
+        {key: why for key, why in ignored.items() if key not in more},
         tuple(key for key, slot in located.items() if slot is None),
         tuple(dict.fromkeys(adaptors.values())),
-        tuple(
-            dict.fromkeys(
-                why.removeprefix("part of the ") for why in ignored.values() if why.endswith("normalizer")
-            )
-        ),
+        tuple(normalizers),
+        beside,
     )
 
 

@@ -117,7 +117,9 @@ def prove(before: list[Tensor], written: RadioModel, folder: Path) -> str:
 
     CheckpointError where they differ.
     """
-    loaded = RadioModel.from_pretrained(folder, num_dummy_heads=written.config.num_dummy_heads)
+    loaded = RadioModel.from_pretrained(
+        folder, num_dummy_heads=written.config.num_dummy_heads, adaptor_names=list(written.adaptors)
+    )
     theirs = loaded.state_dict()
     odd = [name for name, x in written.state_dict().items() if not same(x, theirs.get(name))]
     if odd:

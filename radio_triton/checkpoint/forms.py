@@ -79,6 +79,10 @@ def cannot_hold(config: RadioConfig, written: Mapping[str, Any]) -> list[str]:
     unused |= set() if config.mlp_norm else {"mlp_norm_eps"}
     unused |= {"hidden_act"} if config.use_swiglu_ffn else set()
     unused |= {"separate_video_embedder"} if config.video_temporal_patch_size == 1 else set()
+    # without windows, nothing reads how they would be arranged
+    unused |= (
+        {name for name in mine if name.startswith("vitdet_")} if config.vitdet_window_size is None else set()
+    )
     lost = [name for name in mine if name not in unused and mine[name] != read[name]]
     return [_WORDS.get(name, f"{name}={mine[name]}") for name in lost]
 
@@ -199,8 +203,14 @@ def _native_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _legacy_name(name: str, trunk: str) -> str:
-    if name.startswith(("summary_idxs", "input_conditioner.")):
+    if name.startswith(("summary_idxs", "input_conditioner.", "feature_normalizer.")):
         return f"radio_model.{name}"
+    if name.startswith("intermediate_normalizer."):
+        return f"radio_model.inter_feature_{name.removeprefix('intermediate_')}"
+    if name.startswith("adaptors."):
+        return f"radio_model.{name}".replace(".summary.", ".head_mlp.", 1).replace(
+            ".feature.", ".feat_mlp.", 1
+        )
     for ours, theirs in _LEGACY:
         name = name.replace(ours, theirs)
     return trunk + name

@@ -26,6 +26,8 @@ _PARTS = {
     "embeddings.": "patch projection",
     "encoder.layer.": "blocks",
     "encoder.norm": "final norm",
+    "feature_normalizer.": "feature normalizer",
+    "intermediate_normalizer.": "intermediate feature normalizer",
 }
 _ORDER = (
     "patch projection",

@@ -2,10 +2,12 @@
 
 import os
 import warnings
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..nvidia_api import read_preferred
 from .architecture import Tower, describe
 from .files import Weights, open_weights
 from .fill import Filler, LoadReport, shorten
@@ -28,6 +30,9 @@ def load_model(
     revision: str | None = None,
     local_files_only: bool = False,
     strict_finite: bool = False,
+    fold_layer_scale: bool = False,
+    adaptor_names: str | Iterable[str] | None = None,
+    adaptor_block_eps: float | None = None,
     **overrides: Any,
 ) -> "RadioModel":
     """Read a checkpoint in any layout: a folder, a file (.safetensors, .pth.tar, .pt), or a Hugging Face id.
@@ -35,6 +40,9 @@ def load_model(
     dtype: of the parameters; None keeps `args.dtype`, else the file's own. device: None is the CPU.
     trainable: leave the parameters trainable. revision, local_files_only: of a Hugging Face id.
     strict_finite: raise for NaN and infinite weights, which are otherwise warned about.
+    fold_layer_scale: multiply LayerScale into the weights before it, once, instead of at each forward pass.
+    adaptor_names: those to load, see `heads.available_adaptors`; in any case, known aliases too. Normalizers are
+    loaded wherever the file has them. adaptor_block_eps: see `AdaptorSpec.block_eps`; None is 1e-6.
     overrides: any RadioConfig field; num_hidden_layers=n loads the first n blocks. The model comes in eval
     mode. Raises CheckpointError (a ValueError) for what does not fit, FileNotFoundError, ValueError for an
     unknown override.
@@ -42,16 +50,20 @@ def load_model(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating point dtype such as torch.bfloat16, got {dtype!r}")
     weights = open_weights(source, revision=revision, local_files_only=local_files_only)
-    tower = describe(weights, **overrides)
+    tower = describe(weights, adaptor_names=adaptor_names, adaptor_block_eps=adaptor_block_eps, **overrides)
     model = build(cls, weights, tower, dtype, residual_dtype)
+    kept = model.dtype
+    if fold_layer_scale:
+        # from exact weights, rounded once
+        model.to(torch.promote_types(kept, torch.float32))
     filler = Filler(model, device)
     absent = check(filler, weights, tower)
-    scaled = tower.config.scaled_layer_norm and tower.layout.is_reference
-    for key, slot in tower.slots.items():
-        if slot.name not in STATISTICS:
-            filler.put(key, slot, weights.read(key), scaled)
-    # the config has them from the file, where the file has them
-    filler.set_statistics(STATISTICS)
+    fill(filler, weights, tower)
+    if fold_layer_scale:
+        from .convert import fold
+
+        fold(model)
+        model.to(kept)
     report_not_finite(filler, str(weights.path), strict_finite)
     model.load_report = LoadReport(
         str(weights.path), tower.layout.name, filler.loaded(), absent, tower.ignored
@@ -68,7 +80,10 @@ def build(
 ) -> "RadioModel":
     """The model without memory, on the meta device."""
     try:
-        return cls(tower.config, dtype=dtype or tower.dtype, device="meta", residual_dtype=residual_dtype)
+        model = cls(tower.config, dtype=dtype or tower.dtype, device="meta", residual_dtype=residual_dtype)
+        tower.beside.attach(model)
+        model.preferred_resolution = read_preferred(weights.config)
+        return model
     except (RuntimeError, OverflowError) as error:
         # sizes whose product does not fit 64 bits
         raise CheckpointError(f"{weights.path} describes a model that cannot be built: {error}") from error
@@ -85,6 +100,16 @@ def check(filler: Filler, weights: Weights, tower: Tower) -> tuple[str, ...]:
     filler.problems.missing = [name for name in absent if name not in STATISTICS]
     filler.problems.raise_if_any(str(weights.path))
     return tuple(name for name in absent if name in STATISTICS)
+
+
+def fill(filler: Filler, weights: Weights, tower: Tower) -> None:
+    """Read every tensor into its place."""
+    scaled = tower.config.scaled_layer_norm and tower.layout.is_reference
+    for key, slot in tower.slots.items():
+        if slot.name not in STATISTICS:
+            filler.put(key, slot, weights.read(key), scaled)
+    # the config has them from the file, where the file has them
+    filler.set_statistics(STATISTICS)
 
 
 def report_not_finite(filler: Filler, source: str, strict: bool) -> None:

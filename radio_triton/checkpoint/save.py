@@ -17,6 +17,7 @@ from torch import Tensor
 from ..config import RadioConfig
 from .card import Licence, find_licence, is_ours, write_card
 from .forms import FORMS, cannot_hold, form_config, form_tensors
+from .heads import Beside, beside, written_beside
 from .keys import STATISTICS
 
 if TYPE_CHECKING:
@@ -76,10 +77,12 @@ def write_folder(
     # the norms' weights have been divided when the model was loaded
     whole = model.config.replace(scaled_layer_norm=False)
     config = whole.replace(num_dummy_heads=0) if bare else whole
-    chosen, written, lost = choose_form(config, model.dtype, form, args)
+    has = beside(model)
+    chosen, written, lost = choose_form(config, model.dtype, form, args, has)
     if chosen == "fused":
         # the file has no dummy heads; loading it adds them again
         written = form_config("fused", whole, model.dtype)
+    written |= written_beside(has, config.hidden_size)
     sentence = _SENTENCES[chosen]
     if lost:
         sentence = f"Transformers' RadioModel cannot hold {listed(lost)}. {sentence}"
@@ -98,7 +101,11 @@ def write_folder(
 
 
 def choose_form(
-    config: RadioConfig, dtype: torch.dtype, form: str | None, args: Mapping[str, Any] | None
+    config: RadioConfig,
+    dtype: torch.dtype,
+    form: str | None,
+    args: Mapping[str, Any] | None,
+    has: Beside | None = None,
 ) -> tuple[str, dict[str, Any], list[str]]:
     """The form, its config.json, and what of the config made native impossible where none was asked for."""
     if form is not None and form not in FORMS:
@@ -106,6 +113,7 @@ def choose_form(
     wanted = form or "native"
     written = form_config(wanted, config, dtype, args)
     lost = [] if wanted == "fused" else cannot_hold(config, written)
+    lost += (has or Beside()).lost_in(wanted)
     if config.num_dummy_heads and wanted != "fused":
         lost.append("dummy heads that are not zero")
     if lost and form is not None:
@@ -128,7 +136,9 @@ def plain_state(model: "RadioModel") -> tuple[dict[str, Tensor], bool]:
             "the model is on the meta device and has no weights to save: load or initialise it first"
         )
     state = {name.replace("_orig_mod.", ""): x.detach() for name, x in model.state_dict().items()}
-    expected = set(RadioModel(model.config, device="meta").state_dict())
+    plain = RadioModel(model.config, device="meta")
+    beside(model).attach(plain)
+    expected = set(plain.state_dict())
     if state.keys() != expected:
         odd = sorted(state.keys() ^ expected)
         raise ValueError(

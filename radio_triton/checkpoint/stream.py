@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .fill import Filler, LoadReport
 from .folding import fold, group_keys, split_key
+from .heads import is_beside, slot_in_model
 from .keys import (
     STATISTICS,
     CheckpointError,
@@ -80,7 +81,7 @@ class _Stream:
         """Put a tensor where it belongs."""
         if self.layout is None:
             self.layout = self._recognise(key, tensor)
-            if self.layout is None and tensor.numel() <= _SMALL:
+            if self.layout is None and (tensor.numel() <= _SMALL or is_beside(key, self.model)):
                 self.early.append((key, tensor))
             elif self.layout is None:
                 self.strangers[key] = tuple(tensor.shape)
@@ -108,7 +109,7 @@ class _Stream:
         return make_layout(trunk, "attention.q_proj." if native else "attn.qkv.")
 
     def _place(self, layout: Layout, key: str, tensor: Tensor) -> None:
-        slot = layout.locate(key)
+        slot = slot_in_model(key, layout, self.model) or layout.locate(key)
         if not layout.owns(key) or (slot is None and not key.startswith(layout.trunk)):
             other = self._recognise(key, tensor)
             if other:

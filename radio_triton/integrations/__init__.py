@@ -1,0 +1,1 @@
+"""Bridges to other libraries, each imported on first use only."""
