@@ -16,7 +16,7 @@ help:
 	@echo "make test    every test that this machine can run"
 	@echo "make lint    ruff check, ruff format --check, mypy      (make type: mypy alone)"
 	@echo "make aot     compile the kernels offline for every GPU known, and check what came out; needs none"
-	@echo "make bench   time the encoder against Transformers' RadioModel"
+	@echo "make bench   time the encoder and the ops here, count what they move, write the tables of the READMEs"
 	@echo "make build   sdist and wheel in dist/"
 	@echo "make clean   remove what these made, and .venv"
 
@@ -38,7 +38,10 @@ aot: env-dev
 	$(PY) -m bench.static --check
 
 bench: env-dev
-	$(PY) -m bench.encoder
+	$(PY) -m bench.encoder --json
+	$(PY) -m bench.kernels --json
+	$(PY) -m bench.roofline --json
+	$(PY) -m bench.report
 
 build: env-dev
 	$(PY) -m build
