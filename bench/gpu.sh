@@ -38,7 +38,7 @@ part 60 bench.encoder --part race host flat --against sdpa eager ${tiny[@]+"${ti
 part 70 bench.kernels layerscale_residual_norm gelu embed_tokens patchify patchify_list qk_rms_norm_ layer_norm \
     --case "16 x 512^2" "mix of 32" ${dry[@]+"${dry[@]}"}
 # 4. tiles, from which _config is chosen
-part 110 bench.tune varlen_attention --tower H SO400M B --case "16 x 512^2" "mix of 32" ${dry[@]+"${dry[@]}"}
+part 110 bench.tune varlen_attention --tower H SO400M B --case "16 x 512^2" "2 x 1024^2" "mix of 32" ${dry[@]+"${dry[@]}"}
 part 25 bench.tune layerscale_residual_norm --tower H --case "16 x 512^2" ${dry[@]+"${dry[@]}"}
 part 25 bench.tune gelu --tower H --case "16 x 512^2" ${dry[@]+"${dry[@]}"}
 # 5. what a fresh process pays, and where the time goes

@@ -113,7 +113,7 @@ class Collector:
         self, model: "RadioModel", packing: Packing, wanted: list[int], dense: bool, scheme: str
     ) -> None:
         self.packing, self.dense, self.scheme = packing, dense, scheme
-        self.normalizer = getattr(model, "intermediate_normalizer", None) if scheme != "none" else None
+        self.normalizer = model.intermediate_normalizer if scheme != "none" else None
         self.wanted = sorted(set(wanted))
         self.blocks = range(self.wanted[-1] + 1) if dense else self.wanted
         self.found: dict[int, Tensor] = {}
@@ -135,8 +135,9 @@ class Collector:
         """A copy, its patches less their mean, times alpha where that comes first."""
         y = stream.clone()
         if self.normalizer is not None:
+            rows = self.packing.patch_rows
             alpha = self.normalizer.alphas[block] if self.dense and self.scheme == "pre-alpha" else 1
-            y[self.packing.patch_rows] = (y[self.packing.patch_rows] - self.normalizer.means[block]) * alpha
+            y[rows] = (self.normalizer.center(y[rows], block) * alpha).to(y.dtype)
         return y
 
     def _finished(self, block: int) -> Tensor:
@@ -144,12 +145,10 @@ class Collector:
         assert self.total is not None
         y = self.total / len(self.group)
         if self.normalizer is not None:
-            rotation = self.normalizer.rotation
-            rotation = rotation if rotation.ndim == 2 else rotation[block]
             before = self.dense and self.scheme == "pre-alpha"
             alpha = 1 if before else self.normalizer.alphas[self.group].mean()
             rows = self.packing.patch_rows
-            y[rows] = (y[rows] @ rotation.to(y.dtype).T * alpha).to(y.dtype)
+            y[rows] = (self.normalizer.rotate(y[rows], block) * alpha).to(y.dtype)
         return y
 
 

@@ -55,7 +55,11 @@ class IntermediateNormalizer(Statistics):
         eye = torch.eye(width, dtype=torch.float32)
         self.register_buffer("rotation", eye.expand(depth, -1, -1).clone() if per_layer else eye)
 
-    def forward(self, x: Tensor, layer: int) -> Tensor:
-        """Patches (..., C) after a block, less its mean and rotated, in the same dtype; alpha is not applied."""
-        rotation = self.rotation if self.rotation.ndim == 2 else self.rotation[layer]
-        return linear((x - self.means[layer]).to(x.dtype), rotation.to(x.dtype)).to(x.dtype)
+    def center(self, x: Tensor, block: int) -> Tensor:
+        """Patches (..., C) after a block, less their mean, in the same dtype."""
+        return (x - self.means[block]).to(x.dtype)
+
+    def rotate(self, x: Tensor, block: int) -> Tensor:
+        """Centered patches (..., C), rotated as for a block, in the same dtype; alpha is not applied."""
+        rotation = self.rotation if self.rotation.ndim == 2 else self.rotation[block]
+        return linear(x, rotation.to(x.dtype)).to(x.dtype)

@@ -388,4 +388,6 @@ def test_intermediate_normalizer(per_layer: bool, tmp_path: Path) -> None:
     for name, value in values.items():
         assert torch.equal(getattr(found, name), value)
     matrix = (rotation[1] if per_layer else rotation).double()
-    assert rel_error(found(x, 1), (x - values["means"][1].double()) @ matrix.T) < 1e-12
+    assert (
+        rel_error(found.rotate(found.center(x, 1), 1), (x - values["means"][1].double()) @ matrix.T) < 1e-12
+    )

@@ -41,6 +41,20 @@ def test_golden(golden: tuple[RadioModel, dict], aggregation: str, scheme: str) 
     assert rel_error(final.features, io["features"]) < LIMIT
 
 
+@pytest.mark.parametrize("aggregation", ["sparse", "dense"])
+@torch.no_grad()
+def test_golden_in_bf16(aggregation: str) -> None:
+    """The normalizer's statistics stay fp32 beside a bf16 stream."""
+    io = load_file(GOLDEN / "io.safetensors")
+    model = RadioModel.from_pretrained(GOLDEN / "checkpoint.pth.tar", dtype=torch.bfloat16)
+    options = {"output_fmt": "NLC", "aggregation": aggregation, "norm_alpha_scheme": "pre-alpha"}
+    found = model.forward_intermediates(io["pixel_values"], [1, 3, 5], intermediates_only=True, **options)
+    for block, got in zip((3, 5), found[1:], strict=True):
+        assert got.dtype == torch.bfloat16
+        # a dozen roundings of 2^-9 each
+        assert rel_error(got, io[f"{aggregation}.pre-alpha.{block}.features"]) < 12 * 2**-9
+
+
 @torch.no_grad()
 def test_golden_last_blocks_and_negative_indices(golden: tuple[RadioModel, dict]) -> None:
     model, io = golden
